@@ -1,0 +1,1 @@
+"""fpk: Triton kernels with PyTorch references for low-precision inference."""

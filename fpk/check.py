@@ -1,0 +1,131 @@
+"""Errors that say what, expected, got; and the comparison that laws, tuner and sweeps share."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fpk.device import of
+
+FLOAT_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _spell(shape: Iterable[int]) -> str:
+    values = tuple(int(n) for n in shape)
+    return "(" + ", ".join(map(str, values)) + ("," if len(values) == 1 else "") + ")"
+
+
+def expect_shape(what: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
+    """Raise ValueError unless `tensor.shape` is one of `allowed`."""
+    if not any(len(tensor.shape) == len(a) and tuple(tensor.shape) == a for a in allowed):
+        raise ValueError(f"{what}: expected {' or '.join(map(_spell, allowed))}, got {_spell(tensor.shape)}")
+
+
+def expect_rank(what: str, tensor: Tensor, *allowed: int) -> None:
+    if tensor.dim() not in allowed:
+        ranks = " or ".join(map(str, allowed))
+        raise ValueError(f"{what}: expected {ranks} dimensions, got shape {_spell(tensor.shape)}")
+
+
+def expect_dtype(what: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{what}: expected {' or '.join(map(_dtype, allowed))}, got {_dtype(tensor.dtype)}")
+
+
+def expect_one_of(what: str, got: object, allowed: Iterable[object]) -> None:
+    values = list(allowed)
+    if got not in values:
+        raise ValueError(f"{what}: expected one of {', '.join(map(_dtype, values))}, got {_dtype(got)}")
+
+
+def expect_inner_contiguous(what: str, tensor: Tensor) -> None:
+    """Rows may lie anywhere, but the elements of a row must be neighbours."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{what}: expected stride 1 along the last dimension, got strides {_spell(tensor.stride())} "
+            f"(pass a contiguous tensor)"
+        )
+
+
+def expect_not_empty(what: str, tensor: Tensor, dim: int) -> None:
+    if tensor.shape[dim] == 0:
+        raise ValueError(f"{what}: expected at least one element along dimension {dim}, got {_spell(tensor.shape)}")
+
+
+def expect_same_device(what: str, tensors: dict[str, Tensor]) -> None:
+    names = list(tensors)
+    for name in names[1:]:
+        if tensors[name].device != tensors[names[0]].device:
+            raise ValueError(
+                f"{what}.{name}: expected {tensors[names[0]].device} (as {names[0]}), got {tensors[name].device}"
+            )
+
+
+def expect_fp8_units(what: str, device: torch.device) -> None:
+    """Raise NotImplementedError on a GPU whose matrix unit has no FP8."""
+    gpu = of(device)
+    if not gpu.has_fp8:
+        raise NotImplementedError(
+            f"{what}: needs a GPU with FP8 matrix units (sm89 or newer, gfx942), this is {gpu.arch}"
+        )
+
+
+def expect_valid_scale(what: str, scale: Tensor) -> None:
+    """Raise ValueError unless every scale is finite and positive. Reads the values: load and quantize time only."""
+    values = scale.detach().float()
+    if values.numel() and not bool((values.isfinite() & (values > 0)).all()):
+        bad = values[~(values.isfinite() & (values > 0))].flatten()[0].item()
+        raise ValueError(f"{what}: expected finite positive scales, got {bad}")
+
+
+def _dtype(value: object) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers: FP8 tensors on a CPU lack `equal`, and NaN differs from itself."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+def rel_error(out: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error. Elements that are not finite must agree in kind, or the error is infinite."""
+    a, b = out.double(), expected.double()
+    finite = a.isfinite() & b.isfinite()
+    odd = ~finite
+    if bool((odd & ~((a == b) | (a.isnan() & b.isnan()))).any()):
+        return float("inf")
+    a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
+    norm = b.norm()
+    return float((a - b).norm() / norm) if norm > 0 else float((a - b).norm())
+
+
+def assert_close(out: object, expected: object, tol: float, what: str = "out") -> None:
+    """Shape, dtype and strides equal; values bit-equal if `tol` is 0, else `rel_error` at most `tol`."""
+    if isinstance(out, (tuple, list)):
+        assert isinstance(expected, (tuple, list)) and len(out) == len(expected), f"{what}: number of outputs differs"
+        for i, (o, e) in enumerate(zip(out, expected, strict=True)):
+            assert_close(o, e, tol, f"{what}[{i}]")
+        return
+    assert isinstance(out, Tensor) and isinstance(expected, Tensor)
+    assert out.shape == expected.shape, f"{what}: shape {_spell(out.shape)}, expected {_spell(expected.shape)}"
+    assert out.dtype == expected.dtype, f"{what}: dtype {out.dtype}, expected {expected.dtype}"
+    if out.numel():
+        strides = [(s, t) for s, t, n in zip(out.stride(), expected.stride(), out.shape, strict=True) if n > 1]
+        assert all(s == t for s, t in strides), f"{what}: strides {out.stride()}, expected {expected.stride()}"
+    if tol == 0 or not out.dtype.is_floating_point:
+        wrong = bits(out) != bits(expected)
+        if out.dtype.is_floating_point and out.element_size() > 1:  # NaN payloads are nobody's contract
+            wrong &= ~(out.isnan() & expected.isnan())
+        count = int(wrong.sum())
+        if count:
+            where = [tuple(i) for i in wrong.nonzero()[:4].tolist()]
+            values = [(out[i].float().item(), expected[i].float().item()) for i in where]
+            raise AssertionError(f"{what}: {count} of {out.numel()} differ, at {where}: (got, expected) {values}")
+        return
+    error = rel_error(out, expected)
+    if not error <= tol:
+        distance = (out.double() - expected.double()).abs().nan_to_num(float("inf")).flatten()
+        at = distance.topk(min(4, distance.numel())).indices.tolist()
+        values = [(i, out.flatten()[i].item(), expected.flatten()[i].item()) for i in at]
+        raise AssertionError(f"{what}: relative error {error:.3g} > {tol:.3g}; worst (index, got, expected) {values}")

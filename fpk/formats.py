@@ -1,0 +1,246 @@
+"""Element formats, granularities and schemes: the one place that says what a bit pattern means.
+
+`encode` and `decode` are plain torch and serve references and tests; kernels take only the constants.
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; for the fnuz types, their
+definition in LLVM's APFloat.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """An element format of at most 8 bits. Codes are uint8 (int8 for `int8`), one per element.
+
+    `max` is the largest finite value; `qmax` the bound that quantizers scale to (224 for e4m3fnuz, whose top binade
+    costs accuracy with dynamic scales; 127 for int8). `kind` says what the special codes are: "fn" has NaN only at
+    all-ones, "ieee" has Inf and NaN, "fnuz" has one NaN at the code of -0, "none" has neither.
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    qmax: float
+    kind: Literal["fn", "ieee", "fnuz", "none", "e8m0", "int"]
+    dtype: torch.dtype
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind not in ("int", "e8m0")
+
+    @property
+    def has_nan(self) -> bool:
+        return self.kind in ("fn", "ieee", "fnuz", "e8m0")
+
+    @property
+    def nan_code(self) -> int:
+        """The code fpk writes for NaN: +0x7F, 0x80 for fnuz, 0xFF for e8m0; 0 where the format has none."""
+        return {"fn": 0x7F, "ieee": 0x7F, "fnuz": 0x80, "e8m0": 0xFF}.get(self.kind, 0)
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest finite value, as the microscaling rules need it."""
+        return {"e4m3fn": 8, "e4m3fnuz": 7, "e5m2": 15, "e5m2fnuz": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2}[self.name]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+E4M3FN = Format("e4m3fn", 8, 4, 3, 7, 448.0, 448.0, "fn", torch.float8_e4m3fn)
+E5M2 = Format("e5m2", 8, 5, 2, 15, 57344.0, 57344.0, "ieee", torch.float8_e5m2)
+E4M3FNUZ = Format("e4m3fnuz", 8, 4, 3, 8, 240.0, 224.0, "fnuz", torch.float8_e4m3fnuz)
+E5M2FNUZ = Format("e5m2fnuz", 8, 5, 2, 16, 57344.0, 57344.0, "fnuz", torch.float8_e5m2fnuz)
+E2M1 = Format("e2m1", 4, 2, 1, 1, 6.0, 6.0, "none", torch.uint8)
+E2M3 = Format("e2m3", 6, 2, 3, 1, 7.5, 7.5, "none", torch.uint8)
+E3M2 = Format("e3m2", 6, 3, 2, 3, 28.0, 28.0, "none", torch.uint8)
+E8M0 = Format("e8m0", 8, 8, 0, 127, 2.0**127, 2.0**127, "e8m0", torch.uint8)
+INT8 = Format("int8", 8, 0, 7, 0, 127.0, 127.0, "int", torch.int8)
+
+FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E2M3, E3M2, E8M0, INT8)}
+FP8 = {f.dtype: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
+"""The formats a torch dtype identifies. FP4, FP6 and e8m0 all live in uint8, so a dtype does not name them."""
+
+
+def exponent_of(magnitude: Tensor) -> Tensor:
+    """floor(log2) of positive normal fp32 values, from their bits, int32; subnormals and zero give -127."""
+    return ((magnitude.view(torch.int32) >> 23) & 0xFF) - 127
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent as fp32 for int32 exponents in -127..127, exactly; -127 is the subnormal."""
+    normal = ((exponent + 127) << 23).view(torch.float32)
+    return torch.where(exponent <= -127, 2.0**-127, normal)
+
+
+def encode(x: Tensor, fmt: Format, saturate: bool = True) -> Tensor:
+    """Round fp32/bf16/fp16 values to codes of `fmt`: nearest, ties to even.
+
+    With `saturate`, values beyond the range (Inf too) become the largest finite code; without it they become Inf where
+    the format has it, NaN where it has only that, and saturate in formats with neither. NaN becomes `fmt.nan_code`.
+
+    Returns uint8 codes of x's shape; int8 for INT8. E8M0 takes the exponent of |x| rounded up; use it for powers of two.
+    """
+    x = x.float()
+    if fmt is INT8:
+        return x.round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8)
+    if fmt is E8M0:
+        magnitude = x.abs()
+        up = (magnitude.view(torch.int32) & 0x7FFFFF) != 0
+        code = exponent_of(magnitude) + 127 + up.to(torch.int32)
+        # fp32 subnormals: 2^-127 is code 0, what lies above it rounds up to 2^-126
+        code = torch.where(magnitude < 2.0**-126, (magnitude > 2.0**-127).to(torch.int32), code)
+        code = torch.where(magnitude.isfinite(), code.clamp(max=254), 254 if saturate else 255)
+        return torch.where(x.isnan(), 255, code).to(torch.uint8)
+    if saturate and fmt.dtype is not torch.uint8:
+        # torch casts in-range values to nearest even on every backend; beyond the range they differ, so clamp first
+        code = x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+        return torch.where(x.isnan(), fmt.nan_code, code)
+    return _encode_by_bits(x, fmt, saturate)
+
+
+def _encode_by_bits(x: Tensor, fmt: Format, saturate: bool) -> Tensor:
+    m, min_exponent = fmt.mantissa_bits, 1 - fmt.bias
+    sign = torch.signbit(x)
+    magnitude = torch.where(x.isfinite(), x.abs(), 0.0)
+    # the step between neighbours is 2^(e - m), constant below the smallest normal value
+    exponent = exponent_of(magnitude).clamp(min=min_exponent)
+    steps = (magnitude * power_of_two(m - exponent)).round()  # exact product; round is half to even
+    code = ((exponent - min_exponent) << m) + steps.to(torch.int32)  # a carry moves into the exponent by itself
+    top = _top_code(fmt)
+    over = (code > top) | x.isinf()
+    if saturate or fmt.kind == "none":
+        code = torch.where(over, top, code)
+    elif fmt.kind == "ieee":
+        code = torch.where(over, top + 1, code)
+    negative = 1 << (fmt.exponent_bits + m)
+    if fmt.kind == "fnuz":
+        code = torch.where(sign & (code != 0), code + negative, code)
+    else:
+        code = torch.where(sign, code + negative, code)
+    nan = x.isnan()
+    if not saturate and fmt.kind in ("fn", "fnuz"):
+        nan = nan | over
+    return torch.where(nan, fmt.nan_code, code).to(torch.uint8)
+
+
+def _top_code(fmt: Format) -> int:
+    """Code of the largest finite value."""
+    codes = 1 << (fmt.exponent_bits + fmt.mantissa_bits)
+    return codes - {"fn": 2, "ieee": (1 << fmt.mantissa_bits) + 1, "fnuz": 1, "none": 1}[fmt.kind]
+
+
+def decode(codes: Tensor, fmt: Format) -> Tensor:
+    """Values of codes as fp32, exactly. Takes uint8 codes or tensors of the format's own dtype."""
+    if fmt is INT8:
+        return codes.float()
+    code = (codes.view(torch.uint8) if codes.dtype != torch.uint8 else codes).to(torch.int32)
+    if fmt is E8M0:
+        return torch.where(code == 255, float("nan"), power_of_two(code - 127))
+    m, e = fmt.mantissa_bits, fmt.exponent_bits
+    field = (code >> m) & ((1 << e) - 1)
+    mantissa = code & ((1 << m) - 1)
+    # subnormals have no hidden one and the exponent of field 1
+    significand = (mantissa + torch.where(field > 0, 1 << m, 0)).float()
+    value = significand * power_of_two(field.clamp(min=1) - fmt.bias - m)
+    magnitude = code & ((1 << (e + m)) - 1)
+    if fmt.kind == "ieee":
+        special = torch.where(mantissa == 0, float("inf"), float("nan"))
+        value = torch.where(field == (1 << e) - 1, special, value)
+    elif fmt.kind == "fn":
+        value = torch.where(magnitude == (1 << (e + m)) - 1, float("nan"), value)
+    value = torch.where((code >> (e + m)) & 1 == 1, -value, value)
+    if fmt.kind == "fnuz":
+        value = torch.where(code == 0x80, float("nan"), value)
+    return value
+
+
+def as_codes(codes: Tensor, fmt: Format) -> Tensor:
+    """uint8 codes as a tensor of the format's torch dtype (a view)."""
+    return codes.view(fmt.dtype) if codes.dtype != fmt.dtype else codes
+
+
+def finite_amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Largest finite magnitude over `dims`, kept as size 1, fp32. NaN and Inf do not count; if every element is Inf: Inf.
+
+    Every quantizer takes its scale from this (interfaces: a NaN or Inf must not spoil its neighbours).
+    """
+    magnitude = x.float().abs()
+    finite = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(dims, keepdim=True)
+    return torch.where(_all(magnitude.isinf(), dims), float("inf"), finite)
+
+
+def _all(flags: Tensor, dims: tuple[int, ...]) -> Tensor:
+    for d in dims:
+        flags = flags.all(d, keepdim=True)
+    return flags
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """What shares a scale: `rows` x `cols` elements of a matrix, -1 meaning the full extent.
+
+    Activations are (M, K), weights (N, K) as in nn.Linear, so "token" and "channel" are the same thing: one scale a row.
+    """
+
+    name: str
+    rows: int
+    cols: int
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scale of a tensor: same rank, one element per group, short groups at the edges."""
+        *lead, m, k = shape
+        return (*lead, 1 if self.rows < 0 else -(-m // self.rows), 1 if self.cols < 0 else -(-k // self.cols))
+
+
+PER_TENSOR = Granularity("tensor", -1, -1)
+PER_TOKEN = Granularity("token", 1, -1)
+PER_CHANNEL = Granularity("channel", 1, -1)
+
+
+def per_group(width: int) -> Granularity:
+    return Granularity(f"group{width}", 1, width)
+
+
+def per_block(rows: int, cols: int | None = None) -> Granularity:
+    cols = rows if cols is None else cols
+    return Granularity(f"block{rows}" if rows == cols else f"block{rows}x{cols}", rows, cols)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A format with a granularity and a scale format: what `fpk.quantize` takes by name."""
+
+    name: str
+    format: Format
+    granularity: Granularity
+    scale_format: Literal["fp32", "e8m0", "e4m3fn"] = "fp32"
+
+
+SCHEMES = {
+    s.name: s
+    for s in (
+        Scheme("fp8_tensor", E4M3FN, PER_TENSOR),
+        Scheme("fp8_token", E4M3FN, PER_TOKEN),
+        Scheme("fp8_channel", E4M3FN, PER_CHANNEL),
+        Scheme("int8_token", INT8, PER_TOKEN),
+        Scheme("int8_channel", INT8, PER_CHANNEL),
+    )
+}
+
+
+def list_schemes() -> list[str]:
+    """Names that `fpk.quantize` and `fpk.quantize_` take."""
+    return list(SCHEMES)
+
+
+def scheme_of(name: str) -> Scheme:
+    if name not in SCHEMES:
+        raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {name!r}")
+    return SCHEMES[name]

@@ -1,0 +1,268 @@
+"""Op: one Triton launcher together with everything needed to check, tune and time it."""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from fpk import db
+from fpk.check import expect_same_device
+from fpk.db import Config
+from fpk.device import INTERPRETING, Device, of, pretended
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OPS: dict[str, "Op[..., Any]"] = {}
+LIBRARY = torch.library.Library("fpk", "FRAGMENT")
+
+# what a launch takes beside the kernel's own parameters; a name outside these and the kernel's constexprs is a mistake
+# that triton itself would ignore
+LAUNCH_OPTIONS = frozenset(
+    {"num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim", "kpack"}
+)
+
+_MEMO_LIMIT = 16_384
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of one call: floating-point operations, and bytes that must cross the memory bus once."""
+
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A `@triton.jit` function of an op.
+
+    targets: architectures it is meant for (empty: every one), as in `Device.arch`.
+    interpretable: whether Triton's interpreter can run it (Gluon and inline assembly: no).
+    matrix: whether it must compile to matrix instructions.
+    """
+
+    fn: Any
+    targets: tuple[str, ...] = ()
+    interpretable: bool = True
+    matrix: bool = False
+
+
+def _always(**_: Any) -> bool:
+    return True
+
+
+def _nothing(**_: Any) -> None:
+    return None
+
+
+@dataclass(eq=False)
+class Op(Generic[P, R]):
+    """A launcher with its named parts. Calling it looks a config up (memoised), never measures, never synchronises.
+
+    `check`, `configs`, `key`, `legal`, `cost` and a callable `tol` are called with all arguments by name; they declare
+    those they use, then `**_`. `legal` also gets `config` and `device`.
+    """
+
+    launcher: Callable[..., R]  # the op's signature plus a keyword `config`
+    # what is right
+    reference: Callable[P, R]
+    check: Callable[..., None]  # metadata only: shapes, dtypes, strides; raises ValueError or NotImplementedError
+    inputs: Callable[..., dict[str, Any]]
+    domain: Mapping[str, Sequence[Any]]
+    tol: float | Callable[..., float]
+    # where it runs
+    kernels: Mapping[str, Kernel]  # by the name that `config["kernel"]` picks; the first is the default
+    # what may be tuned
+    configs: Callable[..., Iterable[Config]]
+    key: Callable[..., dict[str, int | str]]
+    # what is worth timing
+    cost: Callable[..., Cost]
+    cases: Mapping[str, Mapping[str, Any]]
+    baselines: Mapping[str, Callable[P, R]] = field(default_factory=dict)
+    # only if needed
+    legal: Callable[..., bool] = _always
+    mutates: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.launcher)
+        self.name = self.launcher.__name__
+        self.__signature__ = _signature_without_config(self.launcher)
+        self._parameters = list(self.__signature__.parameters)
+        self._defaults = {n: p.default for n, p in self.__signature__.parameters.items() if p.default is not p.empty}
+        self._memo: dict[Any, Config] = {}
+        if list(inspect.signature(self.reference).parameters) != self._parameters:
+            raise TypeError(f"{self.name}: reference and launcher take different arguments")
+        interactive = self.launcher.__module__ == "__main__"  # a notebook cell that runs again replaces its op
+        if self.name in OPS and not interactive:
+            raise ValueError(f"{self.name} is declared twice: {OPS[self.name].__module__}, {self.__module__}")
+        OPS[self.name] = self
+        self.torch_op = self._run if interactive else _register(self)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.torch_op(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Op {self.name}{self.__signature__}>"
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """All arguments by name, defaults filled in."""
+        bound = self._defaults | dict(zip(self._parameters, args, strict=False)) | kwargs
+        if len(args) > len(self._parameters) or bound.keys() != set(self._parameters):
+            self.__signature__.bind(*args, **kwargs)  # raises the TypeError that a function would
+        return bound
+
+    def config_for(self, *args: Any, **kwargs: Any) -> Config:
+        """The config a call with these arguments would run with: the database's if legal here, else the default."""
+        bound = self.bind(*args, **kwargs)
+        self._validate(bound)
+        return dict(self._choose(bound))
+
+    def launch(self, *args: Any, config: Config, **kwargs: Any) -> R:
+        """Run the kernel with a config of the caller's choice, after the checks of an ordinary call."""
+        bound = self.bind(*args, **kwargs)
+        self._validate(bound)
+        self.validate_config(config)
+        device = self._device(bound)
+        if not self.is_legal(config, bound, device):
+            raise ValueError(f"{self.name}.config: not legal for these arguments on {device.arch}, got {config}")
+        return self._launch_on_device(bound, config)
+
+    def validate_config(self, config: Config) -> None:
+        """Raise ValueError for a key that neither the kernel nor the launch knows."""
+        kernel = self.kernel_of(config)
+        known = LAUNCH_OPTIONS | {"kernel"} | _constexprs(kernel.fn)
+        for name in config:
+            if name not in known:
+                raise ValueError(
+                    f"{self.name}.config: expected a constexpr of the kernel or a launch option, got {name!r}"
+                )
+
+    def kernel_of(self, config: Config) -> Kernel:
+        name = config.get("kernel", next(iter(self.kernels)))
+        if name not in self.kernels:
+            raise ValueError(f"{self.name}.config: expected kernel in {', '.join(self.kernels)}, got {name!r}")
+        return self.kernels[name]
+
+    def is_legal(self, config: Config, bound: dict[str, Any], device: Device) -> bool:
+        """May this config run with these arguments on this device? Right target, and the op's own conditions."""
+        kernel = self.kernel_of(config)
+        if device.arch == "cpu" and not kernel.interpretable:
+            return False
+        if kernel.targets and device.arch != "cpu" and device.arch not in kernel.targets:
+            return False
+        return self.legal(config=config, device=device, **bound)
+
+    def tolerance(self, bound: dict[str, Any]) -> float:
+        return self.tol(**bound) if callable(self.tol) else self.tol
+
+    def _device(self, bound: dict[str, Any]) -> Device:
+        return of(next(v for v in bound.values() if isinstance(v, Tensor)).device)
+
+    def _validate(self, bound: dict[str, Any]) -> None:
+        expect_same_device(self.name, {n: v for n, v in bound.items() if isinstance(v, Tensor)})
+        self.check(**bound)
+
+    def _choose(self, bound: dict[str, Any]) -> Config:
+        device = self._device(bound)
+        for config in db.active().candidates(self.name, self.key(**bound), device):
+            if self.is_legal(config, bound, device):
+                return config
+        for config in self.configs(**bound):
+            if self.is_legal(config, bound, device):
+                return config
+        raise NotImplementedError(f"{self.name}: no config of it is legal for these arguments on {device.arch}")
+
+    def _launch_on_device(self, bound: dict[str, Any], config: Config) -> R:
+        device = next(v for v in bound.values() if isinstance(v, Tensor)).device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.launcher(**bound, config=config)
+        return self.launcher(**bound, config=config)
+
+    def _run(self, *args: Any, **kwargs: Any) -> R:
+        """What `torch.ops.fpk.<name>` does with real tensors."""
+        bound = self.bind(*args, **kwargs)
+        parts: list[Any] = [pretended(), db.active()]
+        device_type = ""
+        for value in bound.values():
+            if isinstance(value, Tensor):
+                if value.requires_grad:
+                    _refuse_grad(self.name, bound)
+                parts.append((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16))
+                device_type = device_type or value.device.type
+            else:
+                parts.append(value)
+        memo_key = tuple(parts)
+        config = self._memo.get(memo_key)
+        if config is None:  # a hit has passed the checks: they read metadata only, and all of it is in the memo's key
+            self._validate(bound)
+            if device_type == "cpu" and not INTERPRETING:
+                config = {}
+            elif device_type in ("cpu", "cuda"):
+                config = self._choose(bound)
+            else:
+                raise NotImplementedError(f"{self.name}: runs on cuda and cpu tensors, got {device_type}")
+            if len(self._memo) >= _MEMO_LIMIT:
+                self._memo.clear()
+            self._memo[memo_key] = config
+        if device_type == "cpu" and not INTERPRETING:
+            return self.reference(**bound)  # type: ignore[call-arg]
+        return self._launch_on_device(bound, config)
+
+
+def op(*, reference: Callable[P, R], **parts: Any) -> Callable[[Callable[..., R]], Op[P, R]]:
+    """Declare the decorated launcher as an op; `parts` are the fields of Op."""
+
+    def declare(launcher: Callable[..., R]) -> Op[P, R]:
+        return Op(launcher, reference, **parts)
+
+    return declare
+
+
+@functools.cache
+def _constexprs(kernel: Any) -> frozenset[str]:
+    """Names of a jitted (or interpreted) function's constexpr parameters."""
+    parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters.values()
+    return frozenset(p.name for p in parameters if "constexpr" in str(p.annotation))
+
+
+def _refuse_grad(name: str, bound: dict[str, Any]) -> None:
+    if torch.is_grad_enabled():
+        needing = next(n for n, v in bound.items() if isinstance(v, Tensor) and v.requires_grad)
+        raise ValueError(
+            f"{name}.{needing}: expected a tensor that needs no gradient (fpk is forward only: torch.no_grad() or "
+            f"detach()), got requires_grad=True"
+        )
+
+
+def _signature_without_config(launcher: Callable[..., Any]) -> inspect.Signature:
+    hints = typing.get_type_hints(launcher)
+    signature = inspect.signature(launcher)
+    kept = [p.replace(annotation=hints[n]) for n, p in signature.parameters.items() if n != "config"]
+    return signature.replace(parameters=kept, return_annotation=hints["return"])
+
+
+def _register(op: "Op[..., Any]") -> Callable[..., Any]:
+    """Make torch.ops.fpk.<name>. Its fake kernel is the reference, run on fake tensors after the checks."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op._run(*args, **kwargs)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        bound = op.bind(*args, **kwargs)
+        op._validate(bound)
+        if any(isinstance(v, Tensor) and v.requires_grad for v in bound.values()):
+            _refuse_grad(op.name, bound)
+        return op.reference(**bound)
+
+    run.__signature__ = op.__signature__  # type: ignore[attr-defined]
+    LIBRARY.define(op.name + torch.library.infer_schema(run, mutates_args=op.mutates))
+    LIBRARY.impl(op.name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{LIBRARY.ns}::{op.name}", fake, lib=LIBRARY)
+    return getattr(getattr(torch.ops, LIBRARY.ns), op.name).default

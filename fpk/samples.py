@@ -1,0 +1,93 @@
+"""Inputs for laws, tuner and benchmarks: seeded, of kinds that ordinary random data never contain."""
+
+import torch
+from torch import Tensor
+
+from fpk.formats import FP8, decode
+
+KINDS = ("normal", "zeros", "zero_rows", "wide", "ties", "subnormal", "special", "outliers")
+FINITE_KINDS = tuple(k for k in KINDS if k != "special")
+
+
+def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def sample(
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.bfloat16,
+    kind: str = "normal",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Tensor:
+    """A tensor of `shape` and `dtype` (fp32/bf16/fp16, an fp8 type, or int8).
+
+    Kinds: `normal`; `zeros`; `zero_rows` (every other row zero); `wide` (exponents over the whole range of the dtype's
+    middle); `ties` (midpoints of FP8 codes, exact in bf16); `subnormal` (tiny magnitudes); `special` (NaN, +-Inf, -0
+    among normal values, and one row of Inf); `outliers` (a few large elements). FP8 and INT8 tensors are random codes
+    without NaN and Inf, with zero rows for the kinds that have them.
+    """
+    g = generator(seed, device)
+    if dtype in FP8 or dtype is torch.int8:
+        if dtype is torch.int8:
+            codes = torch.randint(-127, 128, shape, generator=g, device=device, dtype=torch.int16).to(torch.int8)
+        else:
+            raw = torch.randint(0, 256, shape, generator=g, device=device, dtype=torch.int16).to(torch.uint8)
+            value = decode(raw, FP8[dtype])
+            raw = torch.where(value.isfinite() & (value.abs() <= 240), raw, 0x38)
+            codes = raw.view(dtype)
+        if kind == "zeros":
+            codes = torch.zeros_like(codes.view(torch.uint8)).view(dtype)
+        if kind == "zero_rows" and codes.dim() > 1:
+            codes = codes.clone()
+            codes.view(torch.uint8)[..., ::2, :] = 0
+        return codes
+    x = torch.randn(shape, generator=g, device=device)
+    if kind == "zeros":
+        x = torch.zeros_like(x)
+    elif kind == "zero_rows":
+        x = x.clone()
+        x[..., ::2, :] = 0
+    elif kind == "wide":
+        x = x * torch.exp2(torch.randint(-14, 12, shape, generator=g, device=device).float())
+    elif kind == "ties":
+        # (2n+1)/16 of a power of two lies between two e4m3 codes once a row's maximum is 448 * 2^k
+        n = torch.randint(8, 16, shape, generator=g, device=device).float()
+        x = (2 * n + 1) * torch.exp2(torch.randint(-12, 4, shape, generator=g, device=device).float())
+        if x.numel():
+            x[..., 0] = 448.0
+    elif kind == "subnormal":
+        x = x * (2.0**-16 if dtype is torch.float16 else 2.0**-130)
+    elif kind == "outliers":
+        x = torch.where(torch.rand(shape, generator=g, device=device) < 0.02, x * 200, x)
+    elif kind == "special" and x.numel():
+        pick = torch.randint(0, 24, shape, generator=g, device=device)
+        for which, value in enumerate((float("nan"), float("inf"), -float("inf"), -0.0)):
+            x = torch.where(pick == which, value, x)
+        if x.dim() > 1:
+            x = x.clone()
+            x[..., -1, :] = float("inf")
+    elif kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    return x.to(dtype)
+
+
+def strided(x: Tensor, layout: str) -> Tensor:
+    """The same values with other strides: `rows` in a wider buffer, `offset` one element into it, `transposed`."""
+    if layout == "contiguous":
+        return x
+    *lead, m, k = x.shape
+    if layout == "transposed":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    pad = 3 if layout == "offset" else 16
+    buffer = torch.full((*lead, m, k + pad), 77, device=x.device).to(x.dtype)
+    start = 1 if layout == "offset" else 0
+    view = buffer[..., start : start + k]
+    view.copy_(x)
+    return view
+
+
+def scales(shape: tuple[int, ...], device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
+    """Positive fp32 scales over a few binades."""
+    g = generator(seed, device)
+    return torch.exp2(torch.rand(shape, generator=g, device=device) * 6 - 8)

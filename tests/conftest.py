@@ -1,0 +1,83 @@
+"""Device choice, interpreter, poisoned memory, hypothesis profiles, and the count of kernel launches."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+elif os.environ.get("TRITON_INTERPRET"):
+    raise RuntimeError("the laws run compiled where there is a GPU: unset TRITON_INTERPRET")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    import interpreter_fixes  # noqa: F401
+
+import fpk.kernels  # noqa: F401  declares every op
+
+ON_GPU = torch.cuda.is_available()
+
+settings.register_profile(
+    "fast", max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("big", parent=settings.get_profile("fast"), max_examples=150)
+settings.load_profile("big" if ON_GPU else os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+torch.set_num_threads(1)  # pytest-xdist brings the parallelism
+
+_LAUNCHES = [0]
+
+
+def _count_launches() -> None:
+    if ON_GPU:
+        from triton.runtime.jit import JITFunction as launcher
+
+        name = "run"
+    else:
+        from triton.runtime.interpreter import GridExecutor as launcher
+
+        name = "__call__"
+    original = getattr(launcher, name)
+
+    def counted(self, *args, **kwargs):
+        if not kwargs.get("warmup"):
+            _LAUNCHES[0] += 1
+        return original(self, *args, **kwargs)
+
+    setattr(launcher, name, counted)
+
+
+_count_launches()
+
+
+@pytest.fixture
+def launches():
+    """Call it for the number of kernels launched since the test began."""
+    start = _LAUNCHES[0]
+    return lambda: _LAUNCHES[0] - start
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """`torch.empty` returns all-ones bytes: NaN in every float type here, so an element nobody wrote is seen."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        if (
+            type(out) is torch.Tensor
+            and out.numel()
+            and out.layout is torch.strided
+            and out.device.type in ("cpu", "cuda")
+        ):
+            out.view(-1).view(torch.uint8).fill_(0xFF) if out.dim() else out.view(1).view(torch.uint8).fill_(0xFF)
+        return out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(scope="session")
+def device():
+    return "cuda" if ON_GPU else "cpu"

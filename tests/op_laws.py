@@ -1,0 +1,65 @@
+"""What must be true of every op, as functions of an Op: `test_ops.py` runs them over OPS, `test_planted.py` over wrong kernels."""
+
+import torch
+from hypothesis import strategies as st
+
+from fpk.check import assert_close
+from fpk.device import of, pretend
+from fpk.op import Op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = ("M", "N", "K")
+GROWTH = (1, 1, 5, 32) if torch.cuda.is_available() else (1,)  # larger domains where kernels are compiled
+
+
+@st.composite
+def any_case(draw, op: Op):
+    """Arguments for `op.inputs`, each drawn from the op's domain."""
+    case = {name: draw(st.sampled_from(tuple(values))) for name, values in op.domain.items()}
+    growth = draw(st.sampled_from(GROWTH))
+    return {n: v * growth if n in SIZES else v for n, v in case.items()}
+
+
+def middle(op: Op) -> dict:
+    return {name: tuple(values)[len(values) // 2] for name, values in op.domain.items()}
+
+
+def make(op: Op, case: dict) -> dict:
+    return op.inputs(**case, device=DEVICE)
+
+
+def legal_configs(op: Op, args: dict) -> list[dict]:
+    bound = op.bind(**args)
+    device = of(torch.device(DEVICE))
+    return [c for c in op.configs(**bound) if op.is_legal(c, bound, device)]
+
+
+def check_reference(op: Op, case: dict) -> None:
+    args = make(op, case)
+    assert_close(op(**args), op.reference(**args), op.tolerance(op.bind(**args)))
+
+
+def check_config(op: Op, case: dict, pick: int) -> None:
+    args = make(op, case)
+    configs = legal_configs(op, args)
+    config = configs[pick % len(configs)]
+    assert_close(
+        op.launch(**args, config=config), op.reference(**args), op.tolerance(op.bind(**args)), f"out of {config}"
+    )
+
+
+def check_deterministic(op: Op, case: dict) -> None:
+    args = make(op, case)
+    assert_close(op(**args), op(**args), 0.0)
+
+
+def check_without_fp8_units(op: Op, case: dict) -> None:
+    """On a GPU without FP8 conversion the op gives the same bits, or says that it cannot run."""
+    args = make(op, case)
+    with pretend("sm80"):
+        try:
+            out = op(**args)
+        except NotImplementedError as error:
+            assert "FP8" in str(error), error
+            return
+    assert_close(out, op(**args), 0.0)
