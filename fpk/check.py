@@ -127,5 +127,5 @@ def assert_close(out: object, expected: object, tol: float, what: str = "out") -
     if not error <= tol:
         distance = (out.double() - expected.double()).abs().nan_to_num(float("inf")).flatten()
         at = distance.topk(min(4, distance.numel())).indices.tolist()
-        values = [(i, out.flatten()[i].item(), expected.flatten()[i].item()) for i in at]
-        raise AssertionError(f"{what}: relative error {error:.3g} > {tol:.3g}; worst (index, got, expected) {values}")
+        worst = [(i, out.flatten()[i].item(), expected.flatten()[i].item()) for i in at]
+        raise AssertionError(f"{what}: relative error {error:.3g} > {tol:.3g}; worst (index, got, expected) {worst}")

@@ -85,7 +85,8 @@ def encode(x: Tensor, fmt: Format, saturate: bool = True) -> Tensor:
     With `saturate`, values beyond the range (Inf too) become the largest finite code; without it they become Inf where
     the format has it, NaN where it has only that, and saturate in formats with neither. NaN becomes `fmt.nan_code`.
 
-    Returns uint8 codes of x's shape; int8 for INT8. E8M0 takes the exponent of |x| rounded up; use it for powers of two.
+    Returns uint8 codes of x's shape; int8 for INT8. E8M0 takes the exponent of |x| rounded up: use it for powers of
+    two.
     """
     x = x.float()
     if fmt is INT8:
@@ -167,7 +168,7 @@ def as_codes(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def finite_amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Largest finite magnitude over `dims`, kept as size 1, fp32. NaN and Inf do not count; if every element is Inf: Inf.
+    """Largest finite magnitude over `dims`, kept as size 1, fp32; NaN and Inf do not count. If all elements are Inf: Inf.
 
     Every quantizer takes its scale from this (interfaces: a NaN or Inf must not spoil its neighbours).
     """
@@ -186,7 +187,7 @@ def _all(flags: Tensor, dims: tuple[int, ...]) -> Tensor:
 class Granularity:
     """What shares a scale: `rows` x `cols` elements of a matrix, -1 meaning the full extent.
 
-    Activations are (M, K), weights (N, K) as in nn.Linear, so "token" and "channel" are the same thing: one scale a row.
+    Activations are (M, K), weights (N, K) as in nn.Linear, so "token" and "channel" are one thing: one scale a row.
     """
 
     name: str

@@ -62,8 +62,8 @@ def sample(
         x = torch.where(torch.rand(shape, generator=g, device=device) < 0.02, x * 200, x)
     elif kind == "special" and x.numel():
         pick = torch.randint(0, 24, shape, generator=g, device=device)
-        for which, value in enumerate((float("nan"), float("inf"), -float("inf"), -0.0)):
-            x = torch.where(pick == which, value, x)
+        for which, odd in enumerate((float("nan"), float("inf"), -float("inf"), -0.0)):
+            x = torch.where(pick == which, odd, x)
         if x.dim() > 1:
             x = x.clone()
             x[..., -1, :] = float("inf")

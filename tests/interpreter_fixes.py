@@ -1,8 +1,7 @@
 """A proven starting point for tests/interpreter_fixes.py (tried on triton 3.6, 3.7.1, 3.9 with numpy 2.4).
 
-Triton's interpreter keeps bf16 and fp8 as raw unsigned integers and converts and multiplies them wrongly. Mapping those types to ml_dtypes makes narrowing casts
-equal to torch's bit for bit (saturating e4m3) and bf16 arithmetic and dots right. The masked load without `other` is filled with 0xFF, as garbage would be on a GPU.
-Import it before any kernel runs. Write yours with one function per upstream fault and a test that fails without each.
+Triton's interpreter keeps bf16 and fp8 as raw unsigned integers and converts and multiplies them wrongly. Mapping
+those types to ml_dtypes makes narrowing casts equal to torch's bit for bit.
 """
 
 import ml_dtypes as ml

@@ -1,4 +1,7 @@
-"""What must be true of every op, as functions of an Op: `test_ops.py` runs them over OPS, `test_planted.py` over wrong kernels."""
+"""What must be true of every op, as functions of an Op.
+
+`test_ops.py` runs them over OPS, `test_planted.py` over wrong kernels.
+"""
 
 import torch
 from hypothesis import strategies as st
