@@ -167,20 +167,26 @@ def as_codes(codes: Tensor, fmt: Format) -> Tensor:
     return codes.view(fmt.dtype) if codes.dtype != fmt.dtype else codes
 
 
-def finite_amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Largest finite magnitude over `dims`, kept as size 1, fp32; NaN and Inf do not count. If all elements are Inf: Inf.
+def finite_amax(x: Tensor, dims: tuple[int, ...], num_valid_rows: Tensor | None = None) -> Tensor:
+    """Largest finite magnitude over `dims`, kept as size 1, fp32. NaN and Inf do not count; if all elements are Inf: Inf.
 
-    Every quantizer takes its scale from this (interfaces: a NaN or Inf must not spoil its neighbours).
+    Every quantizer takes its scale from this: a NaN or Inf must not spoil its neighbours. Rows (dimension -2) from
+    `num_valid_rows` on are padding and do not count; where nothing counts the result is 0.
     """
     magnitude = x.float().abs()
-    finite = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(dims, keepdim=True)
-    return torch.where(_all(magnitude.isinf(), dims), float("inf"), finite)
-
-
-def _all(flags: Tensor, dims: tuple[int, ...]) -> Tensor:
+    counts = torch.ones_like(magnitude, dtype=torch.bool)
+    if num_valid_rows is not None:
+        counts = counts & (torch.arange(x.shape[-2], device=x.device)[:, None] < num_valid_rows)
+    zero = magnitude.new_zeros([1 if d - x.dim() in dims else n for d, n in enumerate(x.shape)])
+    # the zero joins the maximum so that an extent of 0 has one
+    finite = torch.where(magnitude.isfinite() & counts, magnitude, 0.0)
+    infinite = counts.any() & (magnitude.isinf() | ~counts)
     for d in dims:
-        flags = flags.all(d, keepdim=True)
-    return flags
+        finite, infinite = _amax_or(finite, zero, d), infinite.all(d, keepdim=True)
+    some = counts
+    for d in dims:
+        some = some.any(d, keepdim=True)
+    return torch.where(infinite & some, float("inf"), finite)
 
 
 @dataclass(frozen=True)

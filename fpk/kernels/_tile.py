@@ -23,7 +23,7 @@ _TL_TYPES = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "e4m3fnuz": tl.float8
 def encode_fp8(
     v, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """fp32 values to uint8 codes: saturate, round to nearest even, NaN by select. Same bits with or without HARDWARE."""
+    """fp32 values to uint8 codes: saturate, round half to even, NaN by select. HARDWARE changes no bit."""
     clamped = tl.minimum(tl.maximum(v, -MAX), MAX)
     if HARDWARE is not None:
         code = clamped.to(HARDWARE).to(tl.uint8, bitcast=True)
