@@ -222,24 +222,42 @@ def per_block(rows: int, cols: int | None = None) -> Granularity:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A format with a granularity and a scale format: what `fpk.quantize` takes by name."""
+    """A format with a granularity and a scale format: what `fpk.quantize` takes by name.
+
+    `quantizer` names the op that quantizes dynamically, `outputs` says what it returns, in order. Its arguments
+    `group`, `block_rows` and `block_cols` come from the granularity, `dtype` from the format and the device; `options`
+    holds the others that belong to the scheme. `activation` is the scheme of the activations that a layer with weights
+    of this one has unless told otherwise. Adding a scheme is adding one entry to SCHEMES.
+    """
 
     name: str
     format: Format
     granularity: Granularity
     scale_format: Literal["fp32", "e8m0", "e4m3fn"] = "fp32"
+    quantizer: str = ""
+    options: tuple[tuple[str, int | str], ...] = ()
+    outputs: tuple[str, ...] = ("codes", "scale")
+    activation: str = ""
 
+    def __str__(self) -> str:
+        return self.name
+
+
+_WEIGHT_INT8 = (("qmin", -127),)  # symmetric weights: -128 has no positive partner
 
 SCHEMES = {
     s.name: s
     for s in (
-        Scheme("fp8_tensor", E4M3FN, PER_TENSOR),
-        Scheme("fp8_token", E4M3FN, PER_TOKEN),
-        Scheme("fp8_channel", E4M3FN, PER_CHANNEL),
-        Scheme("int8_token", INT8, PER_TOKEN),
-        Scheme("int8_channel", INT8, PER_CHANNEL),
+        Scheme("fp8_tensor", E4M3FN, PER_TENSOR, quantizer="quantize_fp8_tensor", activation="fp8_token"),
+        Scheme("fp8_token", E4M3FN, PER_TOKEN, quantizer="quantize_fp8_token", activation="fp8_token"),
+        Scheme("fp8_channel", E4M3FN, PER_CHANNEL, quantizer="quantize_fp8_token", activation="fp8_token"),
+        Scheme("int8_token", INT8, PER_TOKEN, quantizer="quantize_int8_token", activation="int8_token"),
+        Scheme(
+            "int8_channel", INT8, PER_CHANNEL,
+            quantizer="quantize_int8_token", options=_WEIGHT_INT8, activation="int8_token",
+        ),
     )
-}
+}  # fmt: skip
 
 
 def list_schemes() -> list[str]:
