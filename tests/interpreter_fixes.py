@@ -1,90 +1,131 @@
-"""A proven starting point for tests/interpreter_fixes.py (tried on triton 3.6, 3.7.1, 3.9 with numpy 2.4).
+"""Triton's interpreter, made to give the numbers a GPU gives.
 
-Triton's interpreter keeps bf16 and fp8 as raw unsigned integers and converts and multiplies them wrongly. Mapping
-those types to ml_dtypes makes narrowing casts equal to torch's bit for bit.
+The interpreter stores bf16 and fp8 as raw integers and handles some of their operations as if they were numbers. Each
+function below repairs one such fault of triton 3.6 to 3.9, in place; importing this module applies all of them.
+`test_interpreter_fixes.py` shows what goes wrong without each, by naming one in FPK_WITHOUT_INTERPRETER_FIX.
+
+Not repaired: fnuz types and `tl.dot_scaled` before triton 3.8; reductions of bf16 tensors (kernels reduce in fp32).
 """
 
-import ml_dtypes as ml
+import os
+
+import ml_dtypes
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter as I
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 NARROW = {
-    tl.bfloat16: ml.bfloat16,
-    tl.float8e4nv: ml.float8_e4m3fn,
-    tl.float8e5: ml.float8_e5m2,
-    tl.float8e4b8: ml.float8_e4m3fnuz,
-    tl.float8e5b16: ml.float8_e5m2fnuz,
+    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+    tl.float8e4b8: np.dtype(ml_dtypes.float8_e4m3fnuz),
+    tl.float8e5b16: np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-SATURATES = {tl.float8e4nv: 448.0, tl.float8e4b8: 240.0}
-B = I.InterpreterBuilder
+SATURATING = {tl.float8e4nv: 448.0, tl.float8e4b8: 240.0}  # as the conversion instructions do
 
 
-def convert(x, src, dst):
-    src, dst = src.scalar, dst.scalar
-    v = x.view(NARROW[src]).astype(np.float32) if src in NARROW else x
-    if dst not in NARROW:
-        return v.astype(I._get_np_dtype(dst))
+def _is_narrow(value: object) -> bool:
+    return isinstance(value, TensorHandle) and value.dtype.scalar in NARROW
+
+
+def _widen(value: object) -> object:
+    """A bf16 or fp8 handle as fp32, exactly; anything else as it is."""
+    if not _is_narrow(value):
+        return value
+    return TensorHandle(value.data.view(NARROW[value.dtype.scalar]).astype(np.float32), tl.float32)
+
+
+def _narrow(data: np.ndarray, dtype: tl.dtype) -> TensorHandle:
+    """Numbers rounded to nearest even into bf16 or fp8, stored as the interpreter stores them."""
     with np.errstate(all="ignore"):
-        v = v.astype(np.float32)
-        if dst in SATURATES:
-            v = np.where(np.isnan(v), v, np.clip(v, -SATURATES[dst], SATURATES[dst]))
-        return v.astype(NARROW[dst]).view(np.uint16 if dst == tl.bfloat16 else np.uint8)
+        data = data.astype(np.float32)
+        if dtype in SATURATING:
+            data = np.where(np.isnan(data), data, np.clip(data, -SATURATING[dtype], SATURATING[dtype]))
+        rounded = data.astype(NARROW[dtype])
+    return TensorHandle(rounded.view(np.uint16 if dtype == tl.bfloat16 else np.uint8), dtype)
 
 
-def patched_cast(original):
-    def cast(self, src, dst, *rest):
-        if src.dtype.scalar in NARROW or dst.scalar in NARROW:
-            return I.TensorHandle(convert(src.data, src.dtype, dst), dst.scalar)
-        return original(self, src, dst, *rest)
-
-    return cast
+def _convert(source: TensorHandle, dtype: tl.dtype) -> TensorHandle:
+    wide = _widen(source).data
+    if dtype in NARROW:
+        return _narrow(wide, dtype)
+    return TensorHandle(wide.astype(interpreter._get_np_dtype(dtype)), dtype)
 
 
-def up(h):
-    return I.TensorHandle(convert(h.data, h.dtype, tl.float32), tl.float32) if h.dtype.scalar in NARROW else h
+def fp8_casts() -> None:
+    """Casts to and from fp8 round ties, carries and subnormals wrongly, never saturate, and read NaN as a number."""
+    original = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self, source, dtype, rounding_mode):
+        narrow = source.dtype.scalar in NARROW or dtype.scalar in NARROW
+        if narrow and rounding_mode != ir.ROUNDING_MODE.RTZ:
+            return _convert(source, dtype.scalar)
+        return original(self, source, dtype, rounding_mode)
+
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
 
-def patched_arithmetic(original):
-    def op(self, *args):
-        narrow = next(
-            (a.dtype.scalar for a in args if isinstance(a, I.TensorHandle) and a.dtype.scalar in NARROW), None
-        )
-        if narrow is None:
-            return original(self, *args)
-        out = original(self, *[up(a) if isinstance(a, I.TensorHandle) else a for a in args])
-        return out if out.data.dtype == np.bool_ else I.TensorHandle(convert(out.data, tl.float32, narrow), narrow)
+def bf16_casts() -> None:
+    """Casts from fp32 to bf16 truncate; casts between bf16 and integers take bit patterns for values."""
+    original = InterpreterBuilder.cast_impl
 
-    return op
+    def cast_impl(self, source, dtype):
+        if source.dtype.scalar in NARROW or dtype.scalar in NARROW:
+            return _convert(source, dtype.scalar)
+        return original(self, source, dtype)
+
+    InterpreterBuilder.cast_impl = cast_impl  # the create_* casts of the builder call it
 
 
-def poisoned_load(original):
-    def load(self, ptrs, mask, other, *rest, **options):  # descriptor loads pass options by name
-        out = original(self, ptrs, mask, other, *rest, **options)
-        if other is not None or out.data.size == 1:  # a scalar `other=0` is falsy upstream and arrives here as None
+def bf16_arithmetic() -> None:
+    """Arithmetic and comparisons of bf16 tensors work on bit patterns."""
+
+    def on_values(original):
+        def operation(self, *args):
+            narrow = next((a.dtype.scalar for a in args if _is_narrow(a)), None)
+            if narrow is None:
+                return original(self, *args)
+            out = original(self, *map(_widen, args))
+            return out if out.data.dtype == np.bool_ else _narrow(out.data, narrow)
+
+        return operation
+
+    for name in ("binary_op", "unary_op", "create_clampf", "create_fma"):
+        setattr(InterpreterBuilder, name, on_values(getattr(InterpreterBuilder, name)))
+
+
+def narrow_dots() -> None:
+    """`tl.dot` multiplies bf16 operands as bit patterns, and fp8 operands after a conversion that loses NaN and Inf."""
+    original = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, acc, precision, imprecise):
+        return original(self, _widen(a), _widen(b), acc, precision, imprecise)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def masked_loads() -> None:
+    """A masked load without `other` reads 0; a GPU leaves whatever was in the register. Here: all ones, NaN in floats.
+
+    Loads of one element are left alone: `other=0` is falsy for a scalar and does not arrive here.
+    """
+    original = InterpreterBuilder.create_masked_load
+
+    def create_masked_load(self, pointers, mask, other, *rest, **options):  # descriptor loads pass options by name
+        out = original(self, pointers, mask, other, *rest, **options)
+        if other is not None or out.data.size == 1:
             return out
         raw = np.ascontiguousarray(out.data).view(np.uint8).reshape(*out.data.shape, -1).copy()
         raw[~np.broadcast_to(mask.data, out.data.shape)] = 0xFF
-        return I.TensorHandle(raw.view(out.data.dtype).reshape(out.data.shape), out.dtype)
+        return TensorHandle(raw.view(out.data.dtype).reshape(out.data.shape), out.dtype)
 
-    return load
+    InterpreterBuilder.create_masked_load = create_masked_load
 
 
-cast_impl = patched_cast(B.cast_impl)
-B.cast_impl = cast_impl
-B.create_fp_to_fp = patched_cast(B.create_fp_to_fp)
-for name in (
-    "create_si_to_fp",
-    "create_ui_to_fp",
-    "create_fp_to_si",
-    "create_fp_to_ui",
-    "create_fp_ext",
-    "create_fp_trunc",
-):
-    setattr(B, name, lambda self, src, dst: cast_impl(self, src, dst))
-for name in ("binary_op", "unary_op"):
-    if hasattr(B, name):
-        setattr(B, name, patched_arithmetic(getattr(B, name)))
-dot = B.create_dot
-B.create_dot = lambda self, a, b, d, precision, imprecise: dot(self, up(a), up(b), d, precision, imprecise)
-B.create_masked_load = poisoned_load(B.create_masked_load)
+FIXES = {f.__name__: f for f in (fp8_casts, bf16_casts, bf16_arithmetic, narrow_dots, masked_loads)}
+
+for _name, _fix in FIXES.items():
+    if _name != os.environ.get("FPK_WITHOUT_INTERPRETER_FIX"):
+        _fix()
