@@ -1,1 +1,58 @@
-"""fpk: Triton kernels with PyTorch references for low-precision inference."""
+"""fpk: Triton kernels with PyTorch references for low-precision inference.
+
+    q = fpk.quantize(x, "fp8_token")                  # a tensor, by a scheme's name
+    y = fpk.mm(q, fpk.quantize(w, "fp8_channel"))     # (M, K) x (N, K) -> (M, N)
+    report = fpk.quantize_(model, "fp8_channel")      # the linear layers of a model, in place
+    fpk.OPS["scaled_mm"]                              # every op by name
+
+Public names are imported when they are first touched: `import fpk` reads no table, touches no GPU, imports no triton.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
+    from fpk.db import use
+    from fpk.formats import list_schemes
+    from fpk.nn import QuantizedLinear, quantize_, quantized
+    from fpk.op import OPS
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "OPS": "fpk.op",
+    "LayerScheme": "fpk.api",
+    "Quantized": "fpk.api",
+    "mm": "fpk.api",
+    "parse_layer_scheme": "fpk.api",
+    "quantize": "fpk.api",
+    "list_schemes": "fpk.formats",
+    "QuantizedLinear": "fpk.nn",
+    "quantize_": "fpk.nn",
+    "quantized": "fpk.nn",
+    "use": "fpk.db",
+}
+_MODULES = ("api", "check", "db", "device", "formats", "kernels", "methods", "nn", "op", "samples", "shapes", "tune")
+
+__all__ = [
+    "OPS", "LayerScheme", "Quantized", "QuantizedLinear", "list_schemes", "mm", "parse_layer_scheme", "quantize",
+    "quantize_", "quantized", "use",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        if name == "OPS":
+            importlib.import_module("fpk.kernels")  # declares every op
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"fpk.{name}")
+    else:
+        raise AttributeError(f"module 'fpk' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,0 +1,299 @@
+"""Schemes by name on top of ops: `quantize` a tensor, `mm` two of them.
+
+Nothing here computes: every number comes from an op, every scheme is an entry of `fpk.formats.SCHEMES`. Scales that a
+caller brings are checked by value here, once; ops check metadata only.
+"""
+
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fpk.kernels  # noqa: F401  declares every op
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, expect_valid_scale
+from fpk.device import of
+from fpk.formats import E4M3FNUZ, E8M0, FP8, INT8, Format, Granularity, Scheme, scheme_of
+from fpk.op import OPS, Op
+
+__all__ = ["LayerScheme", "Quantized", "mm", "parse_layer_scheme", "quantize"]
+
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATIC = {"int": "quantize_int8_static"}  # by the format's kind; every other kind is an FP8
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Quantized:
+    """A tensor in low precision: value = (code - zero_point) * scale, times global_scale where there is one.
+
+    Args:
+        codes: (M, K), or (E, M, K) for a stack of matrices, in the dtype of the scheme's format.
+        scale: the codes' rank, one element per group of the scheme's granularity; fp32 (bf16 and fp16 are converted by
+            value), or uint8 holding e8m0 exponents. Finite and positive.
+        scheme: a name of `fpk.list_schemes()`.
+        zero_point: int32 of scale's shape, or None; int8 only.
+        global_scale: a second multiplier of schemes that have two levels.
+        shape: of the values; None for that of the codes.
+        check: whether to check the scales' values, which waits for the device. `quantize` and layers have done so.
+
+    Raises:
+        ValueError: unknown scheme, or a part whose shape, dtype or value does not fit it.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    scheme: str
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+    shape: torch.Size | None = None
+    check: InitVar[bool] = True
+
+    def __post_init__(self, check: bool) -> None:
+        scheme = scheme_of(self.scheme)
+        expect_rank("Quantized.codes", self.codes, 2, 3)
+        allowed = (INT8.dtype,) if scheme.format is INT8 else tuple(FP8)
+        expect_dtype("Quantized.codes", self.codes, *allowed)
+        if self.shape is None:
+            object.__setattr__(self, "shape", self.codes.shape)
+        expect_dtype("Quantized.scale", self.scale, *_SCALE_DTYPES, E8M0.dtype)
+        expect_shape("Quantized.scale", self.scale, scheme.granularity.scale_shape(tuple(self.codes.shape)))
+        if self.scale.dtype in (torch.bfloat16, torch.float16):
+            object.__setattr__(self, "scale", self.scale.float())
+        if self.zero_point is not None:
+            if scheme.format is not INT8:
+                raise ValueError(f"Quantized.zero_point: expected None for {scheme}, got a tensor")
+            expect_dtype("Quantized.zero_point", self.zero_point, torch.int32)
+            expect_shape("Quantized.zero_point", self.zero_point, tuple(self.scale.shape))
+        if check and self.scale.dtype is torch.float32:
+            expect_valid_scale("Quantized.scale", self.scale)
+
+    @property
+    def granularity(self) -> Granularity:
+        return scheme_of(self.scheme).granularity
+
+    @property
+    def format(self) -> Format:
+        """The element format: that of the scheme, or the FP8 type that its codes really have."""
+        return FP8.get(self.codes.dtype, scheme_of(self.scheme).format)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points together."""
+        parts = (self.codes, self.scale, self.zero_point, self.global_scale)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, of `shape`; computed in fp32 and rounded once to `dtype`."""
+        rows, cols = self.granularity.rows, self.granularity.cols
+        return _op("dequantize")(self.codes, self.scale, self.zero_point, rows=rows, cols=cols, out_dtype=dtype)
+
+    def __repr__(self) -> str:
+        extra = "".join(f", {n}" for n in ("zero_point", "global_scale") if getattr(self, n) is not None)
+        return (
+            f"Quantized({self.scheme}, shape={tuple(self.codes.shape)}, codes={self.format}, "
+            f"scale={tuple(self.scale.shape)} {str(self.scale.dtype).removeprefix('torch.')}{extra}, "
+            f"{self.nbytes} bytes, {self.codes.device})"
+        )
+
+
+def quantize(
+    x: Tensor,
+    scheme: str | Scheme,
+    *,
+    scale: Tensor | float | None = None,
+    zero_point: Tensor | None = None,
+    **options: Any,
+) -> Quantized:
+    """Quantize a matrix, or a stack of matrices, by a scheme's name.
+
+    Args:
+        x: (M, K) or (E, M, K), fp32, bf16 or fp16, any strides. Matrices of a stack share no scale.
+        scheme: a name of `fpk.list_schemes()`.
+        scale: None to take it from the data; else the static scale, one element per group of the scheme's granularity,
+            fp32, bf16 or fp16. For a single matrix, schemes with one scale also take a float or any one element.
+        zero_point: int32 of scale's shape, with a static int8 scale only.
+        options: passed to the op that quantizes, for example `scale_ub`, `num_valid_tokens`, `qmin`, or `dtype` for
+            another FP8 type than the device's e4m3.
+
+    Returns:
+        Quantized, on x's device.
+
+    Raises:
+        ValueError: unknown scheme or option, shape or dtype of an argument, a scale that is not finite and positive.
+    """
+    scheme = scheme_of(str(scheme))
+    expect_rank("quantize.x", x, 2, 3)
+    expect_dtype("quantize.x", x, *FLOAT_INPUTS)
+    if scale is not None:
+        given = _static_scale(scale, scheme, x)
+        expect_valid_scale("quantize.scale", given)
+        return _quantize_static(x, scheme, given, zero_point, options)
+    if zero_point is not None:
+        raise ValueError("quantize.zero_point: expected None without a static scale, got a tensor")
+    op = _op(scheme.quantizer)
+    arguments = _arguments(op, scheme, x, options)
+    outputs = dict(zip(scheme.outputs, op(x, **arguments), strict=True))
+    return Quantized(scheme=scheme.name, check=False, **outputs)
+
+
+def mm(
+    qx: Quantized | Tensor,
+    qw: Quantized,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Tensor:
+    """Multiply activations by weights: qx @ qw.T + bias.
+
+    Which op does it follows from the two granularities. A scale per tensor or per row goes with any other: where the
+    other operand has a scale per group, it counts for each of the groups.
+
+    Args:
+        qx: (M, K) activations; a plain bf16 or fp16 tensor leaves them as they are (weight-only).
+        qw: (N, K) weights.
+        bias: (N,) or None; added in fp32 before the single rounding.
+        out_dtype: of the result.
+        fast_accum: let FP8 products stay in the tensor core's own accumulator over all of K.
+
+    Returns:
+        (M, N) of out_dtype; accumulated in fp32, or int32 for int8.
+
+    Raises:
+        ValueError: shapes that do not fit, or two schemes that have no product.
+        NotImplementedError: a product that fpk has no op for on this device.
+    """
+    if not isinstance(qw, Quantized):
+        raise ValueError(f"mm.qw: expected Quantized weights (N, K), got {type(qw).__name__}")
+    expect_rank("mm.qw", qw.codes, 2)
+    a = qx.codes if isinstance(qx, Quantized) else qx
+    expect_rank("mm.qx", a, 2)
+    if a.shape[1] != qw.codes.shape[1]:
+        raise ValueError(f"mm.qx: expected (M, {qw.codes.shape[1]}) for weights of {_shape(qw)}, got {_shape(qx)}")
+    if qw.zero_point is not None:
+        raise NotImplementedError("mm.qw: weights with zero points have no op, use symmetric weights")
+    rows, cols = qw.granularity.rows, qw.granularity.cols
+    if not isinstance(qx, Quantized):
+        expect_dtype("mm.qx", qx, torch.bfloat16, torch.float16)
+        return _op("mm_weight_only")(qx, qw.codes, qw.scale, rows=rows, cols=cols, bias=bias, out_dtype=out_dtype)
+    if (qx.format is INT8) != (qw.format is INT8):
+        raise ValueError(f"mm: {qx.scheme} activations have no product with {qw.scheme} weights, got {qx!r} and {qw!r}")
+    if qx.granularity.rows > 1:
+        raise ValueError(
+            f"mm: {qx.scheme} shares scales between the rows of a block and has no product as activations with "
+            f"{qw.scheme} weights; use a scale per token or per group"
+        )
+    common = dict(bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    if qx.granularity.cols < 0 and cols < 0:
+        zeros: dict[str, Any] = {}
+        if qx.zero_point is not None:
+            zeros = dict(zero_point_a=qx.zero_point, colsum_b=qw.codes.sum(1, dtype=torch.int32))
+        return _op("scaled_mm")(qx.codes, qw.codes, qx.scale, qw.scale, **zeros, **common)
+    if qx.zero_point is not None:
+        raise ValueError(f"mm: {qx.scheme} with zero points has no product with {qw.scheme} weights")
+    width = qx.granularity.cols if cols < 0 else cols
+    return _op("scaled_mm_group")(
+        qx.codes, qw.codes, _per_group(qx, width), _per_group(qw, width),
+        group=qx.granularity.cols if qx.granularity.cols > 0 else width,
+        block_rows=rows if cols > 0 else 1, block_cols=width, **common,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerScheme:
+    """Schemes of a layer's weights and of its activations (None: left as they are), written "weights:activations"."""
+
+    weight: Scheme
+    activation: Scheme | None
+
+    def __str__(self) -> str:
+        return f"{self.weight}:{self.activation or 'none'}"
+
+
+def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
+    """Read a layer scheme: "w:a", "w:none" for weight-only, or "w" with the activations that go with it.
+
+    "fp8_channel" alone is "fp8_channel:fp8_token".
+
+    Raises:
+        ValueError: a part is no scheme, or the pair has no product.
+    """
+    if isinstance(text, LayerScheme):
+        return text
+    first, colon, second = str(text).partition(":")
+    weight = scheme_of(first.strip())
+    second = second.strip() if colon else weight.activation
+    activation = None if second == "none" else scheme_of(second)
+    if activation is not None:
+        if (activation.format is INT8) != (weight.format is INT8):
+            raise ValueError(f"scheme {text!r}: {activation} activations have no product with {weight} weights")
+        if activation.granularity.rows > 1:
+            raise ValueError(f"scheme {text!r}: {activation} shares scales between tokens, expected one per token")
+    return LayerScheme(weight, activation)
+
+
+def _op(name: str) -> "Op[..., Any]":
+    if name not in OPS:
+        raise NotImplementedError(f"fpk has no op {name!r}")
+    return OPS[name]
+
+
+def _arguments(op: "Op[..., Any]", scheme: Scheme, x: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """What the scheme says to the op, then the caller's options; a scheme's granularity cannot be overridden."""
+    known = set(op.__signature__.parameters) - {"x", "scale", "zero_point"}
+    granularity = scheme.granularity
+    fixed = dict(
+        group=granularity.cols, rows=granularity.rows, cols=granularity.cols,
+        block_rows=granularity.rows, block_cols=granularity.cols,
+    )  # fmt: skip
+    for name in options:
+        if name not in known or name in fixed:
+            raise ValueError(f"quantize: {scheme} takes {sorted(known - set(fixed))}, got option {name!r}")
+    arguments: dict[str, Any] = {n: v for n, v in fixed.items() if n in known}
+    arguments |= {n: v for n, v in scheme.options if n in known}
+    if "dtype" in known and "dtype" not in options:
+        arguments["dtype"] = _dtype_on(scheme, x.device)
+    return arguments | options
+
+
+def _dtype_on(scheme: Scheme, device: torch.device) -> torch.dtype:
+    if scheme.format.dtype is torch.float8_e4m3fn and of(device).fnuz:
+        return E4M3FNUZ.dtype
+    return scheme.format.dtype
+
+
+def _static_scale(scale: Tensor | float, scheme: Scheme, x: Tensor) -> Tensor:
+    """The given scale as fp32 of the shape that the scheme demands."""
+    tensor = torch.as_tensor(scale, device=x.device)
+    shape = scheme.granularity.scale_shape(tuple(x.shape))
+    if isinstance(scale, Tensor):
+        expect_dtype("quantize.scale", scale, *_SCALE_DTYPES)
+        if scale.device != x.device:
+            raise ValueError(f"quantize.scale: expected {x.device} (as x), got {scale.device}")
+    if tensor.numel() == 1 and shape == (1, 1):
+        tensor = tensor.reshape(shape)
+    expect_shape("quantize.scale", tensor, shape)
+    return tensor.float()
+
+
+def _quantize_static(
+    x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, options: dict[str, Any]
+) -> Quantized:
+    op = _op(_STATIC.get(scheme.format.kind, "quantize_fp8_static"))
+    arguments = _arguments(op, scheme, x, options)
+    if zero_point is not None:
+        if scheme.format is not INT8:
+            raise ValueError(f"quantize.zero_point: expected None for {scheme}, got a tensor")
+        arguments["zero_point"] = zero_point
+    return Quantized(op(x, scale, **arguments), scale, scheme.name, zero_point, check=False)
+
+
+def _per_group(q: Quantized, width: int) -> Tensor:
+    """q's scale with a column for every `width` elements of K, without copying: a row's scale stands in each."""
+    if q.granularity.cols > 0:
+        return q.scale
+    rows, k = q.codes.shape
+    return q.scale.expand(rows, -(-k // width))
+
+
+def _shape(x: Quantized | Tensor) -> str:
+    return str(tuple(x.codes.shape if isinstance(x, Quantized) else x.shape))
