@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     import interpreter_fixes  # noqa: F401
 
+import guarded
+
 import fpk.kernels  # noqa: F401  declares every op
 
 ON_GPU = torch.cuda.is_available()
@@ -61,21 +63,10 @@ def launches():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """`torch.empty` returns all-ones bytes: NaN in every float type here, so an element nobody wrote is seen."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        out = empty(*args, **kwargs)
-        if (
-            type(out) is torch.Tensor
-            and out.numel()
-            and out.layout is torch.strided
-            and out.device.type in ("cpu", "cuda")
-        ):
-            out.view(-1).view(torch.uint8).fill_(0xFF) if out.dim() else out.view(1).view(torch.uint8).fill_(0xFF)
-        return out
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    """`torch.empty` and its like give poisoned memory, and nobody may write behind what they gave."""
+    guarded.install(monkeypatch)
+    yield
+    guarded.check()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 `test_ops.py` runs them over OPS, `test_planted.py` over wrong kernels.
 """
 
+import guarded
 import torch
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ def legal_configs(op: Op, args: dict) -> list[dict]:
 def check_reference(op: Op, case: dict) -> None:
     args = make(op, case)
     assert_close(op(**args), op.reference(**args), op.tolerance(op.bind(**args)))
+    guarded.check()
 
 
 def check_config(op: Op, case: dict, pick: int) -> None:
@@ -49,6 +51,7 @@ def check_config(op: Op, case: dict, pick: int) -> None:
     assert_close(
         op.launch(**args, config=config), op.reference(**args), op.tolerance(op.bind(**args)), f"out of {config}"
     )
+    guarded.check()
 
 
 def check_deterministic(op: Op, case: dict) -> None:
