@@ -38,6 +38,13 @@ def expect_one_of(what: str, got: object, allowed: Iterable[object]) -> None:
         raise ValueError(f"{what}: expected one of {', '.join(map(_dtype, values))}, got {_dtype(got)}")
 
 
+def expect_granularity(what: str, rows: int, cols: int) -> None:
+    """Elements that share a scale: a positive number along each dimension, or -1 for all of them."""
+    for name, value in (("rows", rows), ("cols", cols)):
+        if value != -1 and value < 1:
+            raise ValueError(f"{what}.{name}: expected a positive number or -1 (the full extent), got {value}")
+
+
 def expect_inner_contiguous(what: str, tensor: Tensor) -> None:
     """Rows may lie anywhere, but the elements of a row must be neighbours."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -68,6 +75,16 @@ def expect_fp8_units(what: str, device: torch.device) -> None:
         raise NotImplementedError(
             f"{what}: needs a GPU with FP8 matrix units (sm89 or newer, gfx942), this is {gpu.arch}"
         )
+
+
+def has_fp8_units(device: torch.device) -> bool:
+    """Does the device's matrix unit multiply FP8? The interpreter's does."""
+    return of(device).has_fp8
+
+
+def fp8_dtype(device: torch.device) -> torch.dtype:
+    """The e4m3 type of a device: fnuz on gfx942, fn everywhere else."""
+    return torch.float8_e4m3fnuz if of(device).fnuz else torch.float8_e4m3fn
 
 
 def expect_valid_scale(what: str, scale: Tensor) -> None:
