@@ -174,19 +174,24 @@ def finite_amax(x: Tensor, dims: tuple[int, ...], num_valid_rows: Tensor | None 
     `num_valid_rows` on are padding and do not count; where nothing counts the result is 0.
     """
     magnitude = x.float().abs()
-    counts = torch.ones_like(magnitude, dtype=torch.bool)
+    if magnitude.numel() == 0:
+        shape = [1 if d - x.dim() in dims else n for d, n in enumerate(x.shape)]
+        return magnitude.new_zeros(shape)
+    finite, infinite = magnitude.isfinite(), magnitude.isinf()
     if num_valid_rows is not None:
-        counts = counts & (torch.arange(x.shape[-2], device=x.device)[:, None] < num_valid_rows)
-    zero = magnitude.new_zeros([1 if d - x.dim() in dims else n for d, n in enumerate(x.shape)])
-    # the zero joins the maximum so that an extent of 0 has one
-    finite = torch.where(magnitude.isfinite() & counts, magnitude, 0.0)
-    infinite = counts.any() & (magnitude.isinf() | ~counts)
-    for d in dims:
-        finite, infinite = _amax_or(finite, zero, d), infinite.all(d, keepdim=True)
-    some = counts
-    for d in dims:
-        some = some.any(d, keepdim=True)
-    return torch.where(infinite & some, float("inf"), finite)
+        counts = torch.arange(x.shape[-2], device=x.device)[:, None] < num_valid_rows
+        finite, infinite = finite & counts, (infinite | ~counts) & (num_valid_rows > 0)
+    amax = torch.where(finite, magnitude, 0.0).amax(dims, keepdim=True)
+    return torch.where(infinite.all(dims, keepdim=True), float("inf"), amax)
+
+
+def expand_groups(scale: Tensor, shape: tuple[int, ...], rows: int, cols: int) -> Tensor:
+    """Per-group values (rank of `shape`) as something that broadcasts to `shape`, short edge groups included."""
+    if rows > 0:
+        scale = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
+    if cols > 0:
+        scale = scale.repeat_interleave(cols, -1)[..., : shape[-1]]
+    return scale
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class Op(Generic[P, R]):
     # only if needed
     legal: Callable[..., bool] = _always
     mutates: tuple[str, ...] = ()
+    launcher_fields: tuple[str, ...] = ()  # config fields that the launcher itself reads, such as a number of programs
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.launcher)
@@ -136,7 +137,7 @@ class Op(Generic[P, R]):
     def validate_config(self, config: Config) -> None:
         """Raise ValueError for a key that neither the kernel nor the launch knows."""
         kernel = self.kernel_of(config)
-        known = LAUNCH_OPTIONS | {"kernel"} | _constexprs(kernel.fn)
+        known = LAUNCH_OPTIONS | {"kernel", *self.launcher_fields} | _constexprs(kernel.fn)
         for name in config:
             if name not in known:
                 raise ValueError(

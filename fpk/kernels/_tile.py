@@ -66,6 +66,14 @@ def decode_fp8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.co
 
 
 @triton.jit
+def decode_e8m0(byte):
+    """e8m0 bytes to fp32: 2^(byte - 127); byte 0 is the subnormal 2^-127, 255 is NaN."""
+    b = byte.to(tl.int32)
+    bits = tl.where(b == 0, 0x00400000, b << 23)
+    return tl.where(b == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def amax_key(v):
     """uint32 whose unsigned maximum is the finite amax: finite magnitudes sort above NaN, NaN above Inf (0)."""
     magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
