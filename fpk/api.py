@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
-from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, expect_valid_scale
-from fpk.device import of
-from fpk.formats import E4M3FNUZ, E8M0, FP8, INT8, Format, Granularity, Scheme, scheme_of
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, expect_valid_scale, fp8_dtype
+from fpk.formats import E4M3FN, E8M0, FP8, INT8, Format, Granularity, Scheme, scheme_of
 from fpk.op import OPS, Op
 
 __all__ = ["LayerScheme", "Quantized", "mm", "parse_layer_scheme", "quantize"]
@@ -251,14 +250,8 @@ def _arguments(op: "Op[..., Any]", scheme: Scheme, x: Tensor, options: dict[str,
     arguments: dict[str, Any] = {n: v for n, v in fixed.items() if n in known}
     arguments |= {n: v for n, v in scheme.options if n in known}
     if "dtype" in known and "dtype" not in options:
-        arguments["dtype"] = _dtype_on(scheme, x.device)
+        arguments["dtype"] = fp8_dtype(x.device) if scheme.format is E4M3FN else scheme.format.dtype
     return arguments | options
-
-
-def _dtype_on(scheme: Scheme, device: torch.device) -> torch.dtype:
-    if scheme.format.dtype is torch.float8_e4m3fn and of(device).fnuz:
-        return E4M3FNUZ.dtype
-    return scheme.format.dtype
 
 
 def _static_scale(scale: Tensor | float, scheme: Scheme, x: Tensor) -> Tensor:
