@@ -90,7 +90,7 @@ def encode(x: Tensor, fmt: Format, saturate: bool = True) -> Tensor:
     """
     x = x.float()
     if fmt is INT8:
-        return x.round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8)
+        return encode_int8(x)
     if fmt is E8M0:
         magnitude = x.abs()
         up = (magnitude.view(torch.int32) & 0x7FFFFF) != 0
@@ -104,6 +104,11 @@ def encode(x: Tensor, fmt: Format, saturate: bool = True) -> Tensor:
         code = x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
         return torch.where(x.isnan(), fmt.nan_code, code)
     return _encode_by_bits(x, fmt, saturate)
+
+
+def encode_int8(x: Tensor, qmin: int = -128) -> Tensor:
+    """Round to int8 in qmin..127: nearest, ties to even; beyond the range saturates, NaN becomes 0."""
+    return torch.where(x.isnan(), 0.0, x.round().clamp(qmin, 127)).to(torch.int8)
 
 
 def _encode_by_bits(x: Tensor, fmt: Format, saturate: bool) -> Tensor:

@@ -61,7 +61,7 @@ def _row_kernel(
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
-    x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk
+    x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :].to(tl.int64) * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
     amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=1))
     if scale_ub_ptr is not None:
@@ -147,7 +147,7 @@ def inputs(
 @op(
     reference=reference, check=check, inputs=inputs, tol=0.0,
     domain=dict(
-        M=(1, 2, 3, 5, 8, 13), K=(1, 16, 33, 64, 100, 128, 257), E=(0, 1, 2),
+        M=(0, 1, 2, 3, 5, 8, 13), K=(1, 16, 33, 64, 100, 128, 257), E=(0, 1, 2),
         x_dtype=FLOAT_INPUTS, dtype=tuple(FP8), kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"), scale_ub=(False, True),
     ),

@@ -1,0 +1,233 @@
+"""quantize_fp8_block: FP8 codes with one scale per block of rows and columns.
+
+    amax[i, j]  = max_{(m, k) in block i, j} |x[m, k]| over finite elements
+    scale[i, j] = max(amax[i, j], 1e-4) / F                  e8m0: rounded up to a power of two, from its bits
+    codes[m, k] = fp8(clamp(x[m, k] / scale[m // block_rows, k // block_cols], -max, max))
+
+F is the format's `qmax`. Blocks at the lower and right edges may be short; in a stack they never cross matrices. NaN
+stays NaN and does not touch the scale; +-Inf saturates; a block of nothing but Inf gets scale Inf (e8m0: the NaN byte
+255) and NaN codes. Single rows: quantize_fp8_group.
+
+Source: the 128 x 128 weights of DeepSeek-V3; semantics of vLLM's `per_block_cast_to_fp8`, with true division.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_of, expect_rank
+from fpk.db import Config, bucket
+from fpk.device import of
+from fpk.formats import FP8, encode, expand_groups
+from fpk.kernels._groups import SCALE_FORMATS, group_amax, power_of_two_above, stored_scale
+from fpk.kernels._tile import amax_key, amax_of_key, encode_fp8, fp8_constants
+from fpk.op import Cost, Kernel, op
+from fpk.samples import KINDS, sample, strided
+from fpk.shapes import activation_cases
+
+
+def reference(
+    x: Tensor, block_rows: int = 128, block_cols: int = 128, scale_format: str = "fp32",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    fmt = FP8[dtype]
+    amax = group_amax(x, block_rows, block_cols)
+    scale = torch.maximum(amax, amax.new_tensor(1e-4)) / amax.new_tensor(fmt.qmax)
+    stored, scale = stored_scale(scale, scale_format)
+    codes = encode(x.float() / expand_groups(scale, x.shape, block_rows, block_cols), fmt)
+    return codes.view(dtype).contiguous(), stored
+
+
+def check(x: Tensor, block_rows: int, block_cols: int, scale_format: str, dtype: torch.dtype, **_: Any) -> None:
+    expect_dtype("quantize_fp8_block.x", x, *FLOAT_INPUTS)
+    expect_rank("quantize_fp8_block.x", x, 2, 3)
+    expect_not_empty("quantize_fp8_block.x", x, -1)
+    for name, size in (("block_rows", block_rows), ("block_cols", block_cols)):
+        if size < 1:
+            raise ValueError(f"quantize_fp8_block.{name}: expected a positive number, got {size}")
+    expect_one_of("quantize_fp8_block.scale_format", scale_format, SCALE_FORMATS)
+    expect_one_of("quantize_fp8_block.dtype", dtype, FP8)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tile_kernel(
+    x_ptr, codes_ptr, scale_ptr,
+    M, K,
+    stride_xe, stride_xm, stride_xk,
+    ROWS: tl.constexpr, COLS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, E8M0: tl.constexpr,
+    QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """BLOCKS neighbouring blocks in registers, each padded to powers of two: one read, one write."""
+    blocks_m, blocks_k = tl.cdiv(M, ROWS), tl.cdiv(K, COLS)
+    tiles = tl.cdiv(blocks_k, BLOCKS)
+    e = tl.program_id(1).to(tl.int64)
+    block_m = (tl.program_id(0) // tiles).to(tl.int64)
+    offs_b = (tl.program_id(0) % tiles).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside_m = tl.arange(0, HEIGHT)
+    inside_k = tl.arange(0, WIDTH)[None, :]
+    rows = (block_m * ROWS + inside_m)[:, None, None]
+    offs_k = offs_b[:, None] * COLS + inside_k  # [BLOCKS, WIDTH]
+    mask = ((inside_m < ROWS)[:, None, None] & (rows < M)) & ((inside_k < COLS) & (offs_k < K))[None, :, :]
+    cols = offs_k[None, :, :]
+    x = tl.load(x_ptr + e * stride_xe + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
+
+    keys = tl.max(tl.where(mask, amax_key(x), 0), axis=0)
+    amax = amax_of_key(tl.max(keys, axis=1))  # [BLOCKS]
+    scale = tl.math.div_rn(tl.maximum(amax, 1e-4), QMAX)
+    stored = scale
+    if E8M0:
+        stored, scale = power_of_two_above(scale)
+    quotient = tl.math.div_rn(x, tl.broadcast_to(scale[None, :, None], x.shape))
+    codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
+    scale_ptrs = scale_ptr + (e * blocks_m + block_m) * blocks_k + offs_b
+    tl.store(scale_ptrs, stored.to(scale_ptr.dtype.element_ty), mask=offs_b < blocks_k)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _loop_kernel(
+    x_ptr, codes_ptr, scale_ptr,
+    M, K,
+    stride_xe, stride_xm, stride_xk,
+    ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr,
+    QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A block of any size, piece by piece: once for the maximum, once to quantize (the second read comes from cache)."""
+    blocks_m, blocks_k = tl.cdiv(M, ROWS), tl.cdiv(K, COLS)
+    e = tl.program_id(1).to(tl.int64)
+    block_m = (tl.program_id(0) // blocks_k).to(tl.int64)
+    block_k = (tl.program_id(0) % blocks_k).to(tl.int64)
+    first_m, first_k = block_m * ROWS, block_k * COLS
+    last_m, last_k = tl.minimum(first_m + ROWS, M), tl.minimum(first_k + COLS, K)
+    pieces_k = tl.cdiv(last_k - first_k, BLOCK_K)
+    pieces = tl.cdiv(last_m - first_m, BLOCK_M) * pieces_k
+    x_ptr += e * stride_xe
+
+    keys = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.uint32)
+    for piece in range(0, pieces):
+        rows = (first_m + piece // pieces_k * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        cols = (first_k + piece % pieces_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        mask = (rows < last_m) & (cols < last_k)
+        x = tl.load(x_ptr + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
+        keys = tl.maximum(keys, tl.where(mask, amax_key(x), 0))
+    amax = amax_of_key(tl.max(tl.max(keys, axis=1), axis=0))
+    scale = tl.math.div_rn(tl.maximum(amax, 1e-4), QMAX)
+    stored = scale
+    if E8M0:
+        stored, scale = power_of_two_above(scale)
+    tl.store(scale_ptr + (e * blocks_m + block_m) * blocks_k + block_k, stored.to(scale_ptr.dtype.element_ty))
+
+    for piece in range(0, pieces):
+        rows = (first_m + piece // pieces_k * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        cols = (first_k + piece % pieces_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        mask = (rows < last_m) & (cols < last_k)
+        x = tl.load(x_ptr + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
+        quotient = tl.math.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + scale)
+        codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+        tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
+
+
+def configs(block_rows: int, block_cols: int, **_: Any):
+    height, width = triton.next_power_of_2(block_rows), triton.next_power_of_2(block_cols)
+    neighbours = max(1, 512 // (height * width))
+    yield Config(kernel="tile", BLOCKS=neighbours, num_warps=8)
+    yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
+    for elements in (4096, 8192, 16384, 32768):
+        for warps in (4, 8, 16):
+            if elements >= height * width:
+                yield Config(kernel="tile", BLOCKS=elements // (height * width), num_warps=warps)
+    for rows, cols in ((16, 64), (32, 128), (64, 128), (32, 256)):
+        yield Config(kernel="loop", BLOCK_M=rows, BLOCK_K=cols, num_warps=8, num_stages=2)
+
+
+def legal(config: Config, block_rows: int, block_cols: int, **_: Any) -> bool:
+    if config["kernel"] == "loop":
+        return True
+    # at most 128 elements a thread, or registers spill
+    height, width = triton.next_power_of_2(block_rows), triton.next_power_of_2(block_cols)
+    return config["BLOCKS"] * height * width <= 4096 * config["num_warps"]
+
+
+def key(
+    x: Tensor, block_rows: int, block_cols: int, scale_format: str, dtype: torch.dtype, **_: Any
+) -> dict[str, int | str]:
+    return dict(
+        M=bucket(x.shape[:-1].numel()), K=x.shape[-1], block_rows=block_rows, block_cols=block_cols,
+        scale=scale_format, x=str(x.dtype), dtype=str(dtype),
+    )  # fmt: skip
+
+
+def cost(x: Tensor, block_rows: int, block_cols: int, scale_format: str, **_: Any) -> Cost:
+    *lead, M, K = x.shape
+    scales = torch.Size(lead).numel() * triton.cdiv(M, block_rows) * triton.cdiv(K, block_cols)
+    scale_bytes = scales * (4 if scale_format == "fp32" else 1)
+    return Cost(flops=3 * x.numel(), bytes=x.numel() * (x.element_size() + 1) + scale_bytes)
+
+
+def inputs(
+    *, M, K, E=0, block=(128, 128), scale_format="fp32", x_dtype=torch.bfloat16, dtype=torch.float8_e4m3fn,
+    kind="normal", layout="contiguous", device="cuda", seed=0,
+):  # fmt: skip
+    x = strided(sample((E, M, K) if E else (M, K), x_dtype, kind, device, seed), layout)
+    return dict(x=x, block_rows=block[0], block_cols=block[1], scale_format=scale_format, dtype=dtype)
+
+
+@op(
+    reference=reference, check=check, inputs=inputs, tol=0.0,
+    domain=dict(
+        M=(0, 1, 3, 8, 13, 40), K=(1, 16, 33, 100, 128, 257), E=(0, 1, 3),
+        block=((128, 128), (1, 128), (4, 256), (16, 16), (12, 48), (1, 1), (300, 200)), scale_format=SCALE_FORMATS,
+        x_dtype=FLOAT_INPUTS, dtype=tuple(FP8), kind=KINDS, layout=("contiguous", "rows", "offset", "transposed"),
+    ),
+    kernels=dict(tile=Kernel(_tile_kernel), loop=Kernel(_loop_kernel)),
+    configs=configs, key=key, legal=legal, cost=cost, cases=activation_cases(),
+)  # fmt: skip
+def quantize_fp8_block(
+    x: Tensor, block_rows: int = 128, block_cols: int = 128, scale_format: str = "fp32",
+    dtype: torch.dtype = torch.float8_e4m3fn, *, config: Config,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Quantize a matrix, or each matrix of a stack, to FP8 with one scale per block.
+
+    Args:
+        x: (M, K) or (E, M, K), fp32, bf16 or fp16, any strides.
+        block_rows, block_cols: size of a block; blocks at the edges may be short.
+        scale_format: "fp32", or "e8m0" for powers of two stored as exponent + 127.
+        dtype: the fp8 type of the codes.
+
+    Returns:
+        codes of x's shape, contiguous, and scale (cdiv(M, block_rows), cdiv(K, block_cols)), with E in front for a
+        stack, contiguous, fp32 or uint8; value = code * scale.
+
+    Raises:
+        ValueError: dtype, rank, block size or scale_format does not fit, or K is 0.
+    """
+    fmt = FP8[dtype]
+    *lead, M, K = x.shape
+    blocks_m, blocks_k = triton.cdiv(M, block_rows), triton.cdiv(K, block_cols)
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale_dtype = torch.float32 if scale_format == "fp32" else torch.uint8
+    scale = torch.empty((*lead, blocks_m, blocks_k), dtype=scale_dtype, device=x.device)
+    if x.numel() == 0:
+        return codes, scale
+    E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
+    config = dict(config)
+    padded: dict[str, Any] = {}
+    if config.pop("kernel") == "tile":
+        kernel, tiles = _tile_kernel, triton.cdiv(blocks_k, config["BLOCKS"])
+        padded = dict(HEIGHT=triton.next_power_of_2(block_rows), WIDTH=triton.next_power_of_2(block_cols))
+    else:
+        kernel, tiles = _loop_kernel, blocks_k
+    kernel[(blocks_m * tiles, E)](
+        x, codes.view(torch.uint8), scale,
+        M, K,
+        stride_xe, x.stride(-2), x.stride(-1),
+        ROWS=block_rows, COLS=block_cols, E8M0=scale_format == "e8m0", **padded,
+        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        enable_fp_fusion=False, **config,
+    )  # fmt: skip
+    return codes, scale
