@@ -87,6 +87,16 @@ def fp8_dtype(device: torch.device) -> torch.dtype:
     return torch.float8_e4m3fnuz if of(device).fnuz else torch.float8_e4m3fn
 
 
+def expect_fp8_matmul(what: str, operand: Tensor) -> None:
+    """Raise NotImplementedError if this device cannot multiply operands of this FP8 type; other types pass."""
+    if operand.dtype.itemsize != 1 or not operand.dtype.is_floating_point:
+        return
+    expect_fp8_units(what, operand.device)
+    gpu = of(operand.device)
+    if "fnuz" in str(operand.dtype) and not gpu.fnuz and gpu.arch != "cpu":
+        raise NotImplementedError(f"{what}: {_dtype(operand.dtype)} products need gfx942, this is {gpu.arch}")
+
+
 def expect_valid_scale(what: str, scale: Tensor) -> None:
     """Raise ValueError unless every scale is finite and positive. Reads the values: load and quantize time only."""
     values = scale.detach().float()
