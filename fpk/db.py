@@ -1,11 +1,43 @@
-"""The autotune database as ops see it: a look-up that never fails and never measures."""
+"""The autotune database as ops see it: a look-up that never fails and never measures.
+
+Winners lie in `autotune_db/<gpu id>/<op>.csv`, one row per key and rank, in git and in the wheel. A key is answered by
+its own rows, else by the nearest recorded shape of the op on this GPU, else by a sibling GPU, else by the op's default;
+what is not legal for the arguments is passed over. Overlays, first wins: `with use(...)`, the directories that
+FPK_AUTOTUNE_DB names, the user's directory, the packaged tables.
+"""
 
 import contextlib
+import datetime
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Protocol
 
+from fpk._db_hash import source_hash
+from fpk._db_lookup import Answer, DirectorySource, MemorySource, Snapshot, Source, Table, Tables, gpu_id, siblings
+from fpk._db_table import (
+    MEASURED,
+    SIZES,
+    Row,
+    Run,
+    dump_runs,
+    dump_table,
+    merge_rows,
+    parse_case,
+    parse_runs,
+    parse_table,
+    round_us,
+    spell_case,
+)
 from fpk.device import Device
+
+__all__ = [
+    "MEASURED", "M_GRID", "SIZES", "Answer", "Config", "Database", "DirectorySource", "Empty", "MemorySource", "Row",
+    "Run", "Snapshot", "Source", "Table", "Tables", "active", "bucket", "default", "default_sources", "dump_runs",
+    "dump_table", "explain", "gpu_id", "merge_rows", "opened", "packaged_directory", "parse_case", "parse_runs",
+    "parse_table", "round_us", "share", "siblings", "snapshot", "source_hash", "spell_case", "use", "user_directory",
+]  # fmt: skip
 
 Config = dict[str, Any]
 
@@ -31,18 +63,120 @@ class Empty:
         return []
 
 
-_active: ContextVar[Database] = ContextVar("fpk_active_database", default=Empty())  # noqa: B039  stateless
+def packaged_directory() -> Path:
+    """The tables that come with fpk: inside the package of a wheel, at the root of a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "autotune_db"
+    return inside if inside.is_dir() else package.parent / "autotune_db"
+
+
+def user_directory() -> Path | None:
+    """Where `fpk tune finish` writes the user's own tables; None where no home directory can be told."""
+    try:
+        from platformdirs import user_data_path
+
+        path = Path(user_data_path("fpk"))
+    except ImportError:
+        data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+        path = Path(data) / "fpk"
+    except (OSError, RuntimeError, KeyError):
+        return None
+    return path / "autotune_db" if path.is_absolute() else None
+
+
+def default_sources() -> list[DirectorySource]:
+    """FPK_AUTOTUNE_DB (directories, separated as in PATH), the user's directory, the packaged tables."""
+    named = [p for p in os.environ.get("FPK_AUTOTUNE_DB", "").split(os.pathsep) if p]
+    sources = [DirectorySource(p, f"FPK_AUTOTUNE_DB:{p}") for p in named]
+    user = user_directory()
+    if user is not None:
+        sources.append(DirectorySource(user, "user"))
+    return [*sources, DirectorySource(packaged_directory(), "packaged")]
+
+
+_default: list[Tables] = []
+
+
+def default() -> Tables:
+    """The database that answers outside `use`; made at the first look-up, it reads a table when an op asks."""
+    if not _default:
+        _default.append(Tables(*default_sources()))
+    return _default[0]
+
+
+_active: ContextVar[Database | None] = ContextVar("fpk_active_database", default=None)
 
 
 def active() -> Database:
-    return _active.get()
+    database = _active.get()
+    return default() if database is None else database
+
+
+def opened(database: Database | str | Path) -> Database:
+    """A database as given; a directory's tables laid over the default ones; the snapshot a file holds."""
+    if not isinstance(database, (str, Path)):
+        return database
+    path = Path(database)
+    if path.is_file():
+        return Snapshot(path.read_bytes())
+    if not path.is_dir():
+        raise ValueError(f"use: expected a database, a directory of tables or a snapshot file, got {path}")
+    return Tables(DirectorySource(path), *default_sources())
 
 
 @contextlib.contextmanager
-def use(database: Database) -> Iterator[Database]:
-    """Answer look-ups from `database` inside the block."""
-    token = _active.set(database)
+def use(database: Database | str | Path) -> Iterator[Database]:
+    """Answer look-ups from `database` inside the block: a Database, a directory laid over the others, or a snapshot."""
+    opened_database = opened(database)
+    token = _active.set(opened_database)
     try:
-        yield database
+        yield opened_database
     finally:
         _active.reset(token)
+
+
+def explain(op: str, key: dict[str, Any], device: Device, database: Database | None = None) -> list[Answer]:
+    """Every row that a look-up would offer, in its order, with level, source and distance; [] means the default."""
+    database = database or active()
+    return list(database.answers(op, key, device)) if isinstance(database, Tables) else []
+
+
+def snapshot(database: Database | None = None) -> Snapshot:
+    """The active database, frozen; its `hash` names the content, `content` is what a file or a broadcast carries."""
+    database = database or active()
+    if isinstance(database, Snapshot):
+        return database
+    return Snapshot.of(database) if isinstance(database, Tables) else Snapshot(b"[]")
+
+
+def share(
+    store: Any, rank: int, world_size: int, device: Device, timeout_s: float = 10.0, name: str = "fpk/db"
+) -> Snapshot:
+    """Give every rank of a job rank 0's snapshot, so that all choose the same configs.
+
+    Args:
+        store: a torch.distributed store (TCPStore, FileStore, HashStore).
+        device: this rank's GPU; ranks on another kind of GPU than rank 0's would choose differently.
+
+    Raises:
+        RuntimeError: some rank sits on another kind of GPU, or did not come within `timeout_s`.
+    """
+    limit = datetime.timedelta(seconds=timeout_s)
+    mine = gpu_id(device)
+    if rank == 0:
+        store.set(f"{name}/content", snapshot().content)
+    store.set(f"{name}/gpu/{rank}", mine)
+    gpus = []
+    for other in range(world_size):
+        try:
+            store.wait([f"{name}/gpu/{other}"], limit)
+        except Exception as error:  # stores raise their own types on time-out
+            raise RuntimeError(f"share: rank {other} did not answer within {timeout_s} s") from error
+        gpus.append(store.get(f"{name}/gpu/{other}").decode())
+    if len(set(gpus)) > 1:
+        raise RuntimeError(f"share: expected one kind of GPU in the job, got {', '.join(sorted(set(gpus)))}")
+    try:
+        store.wait([f"{name}/content"], limit)
+    except Exception as error:
+        raise RuntimeError(f"share: rank 0 gave no snapshot within {timeout_s} s") from error
+    return Snapshot(store.get(f"{name}/content"))

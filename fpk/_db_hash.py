@@ -1,0 +1,66 @@
+"""A hash of what a kernel computes, blind to comments, docstrings, formatting and line numbers."""
+
+import ast
+import builtins
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+
+def source_hash(kernels: Iterable[Any]) -> str:
+    """12 hex digits over the syntax of jitted functions, of the jitted functions they call, and captured constants."""
+    seen: dict[str, str] = {}
+    for kernel in kernels:
+        _visit(_function(kernel), seen)
+    text = "\n".join(f"{name} {tree}" for name, tree in sorted(seen.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _function(kernel: Any) -> Callable[..., Any]:
+    return getattr(kernel, "fn", kernel)
+
+
+def _visit(fn: Callable[..., Any], seen: dict[str, str]) -> None:
+    name = fn.__qualname__
+    if name in seen:
+        return
+    tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.FunctionDef) and body and _is_docstring(body[0]):
+            node.body = body[1:] or [ast.Pass()]
+    seen[name] = ast.dump(tree)  # without attributes: no positions
+    for path, value in _captured(fn, tree):
+        if isinstance(getattr(value, "fn", None), Callable):  # type: ignore[arg-type]
+            if _ours(value.fn, fn):
+                _visit(value.fn, seen)
+        elif isinstance(value, (bool, int, float, str, tuple, type(None))):
+            seen[f"{name}:{path}"] = repr(value)
+        elif type(value).__name__ == "constexpr":
+            seen[f"{name}:{path}"] = repr(value.value)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _ours(callee: Any, caller: Any) -> bool:
+    """Same top-level package: triton's own functions are covered by its version."""
+    return callee.__module__.split(".")[0] == caller.__module__.split(".")[0]
+
+
+def _captured(fn: Callable[..., Any], tree: ast.AST) -> Iterator[tuple[str, Any]]:
+    """Globals and closure variables that the function's text names, `module.attribute` resolved."""
+    scope = dict(fn.__globals__)
+    scope.update(zip(fn.__code__.co_freevars, (c.cell_contents for c in fn.__closure__ or ()), strict=False))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in scope and not hasattr(builtins, node.id):
+            yield node.id, scope[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = scope.get(node.value.id)
+            if isinstance(owner, ModuleType) and owner.__name__.split(".")[0] not in ("triton", "torch"):
+                yield f"{node.value.id}.{node.attr}", getattr(owner, node.attr, None)

@@ -1,0 +1,277 @@
+"""Look-up in winner tables: sources of text, an index per op, and the order of levels."""
+
+import functools
+import hashlib
+import json
+import math
+import re
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from fpk._db_table import SIZES, Row, Run, parse_runs, parse_table
+from fpk.device import Device
+
+# A step in M changes the tile height, a step in N or K mostly the number of tiles: of two recorded shapes, that with
+# the same M answers better than that with the same N and K
+WEIGHT_M = 2.0
+_NEAREST = 3  # shapes offered by the level "nearest": the closest may be illegal here
+_MEMO_LIMIT = 16_384
+_GPU_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<product>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm_count>\d+)(-(?P<mig>.+))?")
+
+
+class Source(Protocol):
+    """Where tables come from. Reading never raises: what is absent or unreadable is None."""
+
+    name: str
+
+    def gpus(self) -> list[str]: ...
+    def files(self, gpu: str) -> list[str]: ...
+    def read(self, gpu: str, file: str) -> str | None: ...
+
+
+class DirectorySource:
+    """`<root>/<gpu id>/<op>.csv` on disk."""
+
+    def __init__(self, root: str | Path, name: str = "") -> None:
+        self.root = Path(root)
+        self.name = name or str(root)
+
+    def gpus(self) -> list[str]:
+        try:
+            return sorted(p.name for p in self.root.iterdir() if p.is_dir())
+        except OSError:
+            return []
+
+    def files(self, gpu: str) -> list[str]:
+        try:
+            return sorted(p.name for p in (self.root / gpu).glob("*.csv"))
+        except OSError:
+            return []
+
+    def read(self, gpu: str, file: str) -> str | None:
+        try:
+            return (self.root / gpu / file).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            warnings.warn(f"fpk: cannot read {self.root / gpu / file}: {error}", RuntimeWarning, stacklevel=2)
+            return None
+
+
+class MemorySource:
+    """Tables as a mapping from "<gpu id>/<file>" to text: snapshots and tests."""
+
+    def __init__(self, texts: Mapping[str, str], name: str = "memory") -> None:
+        self.texts = dict(texts)
+        self.name = name
+
+    def gpus(self) -> list[str]:
+        return sorted({path.split("/")[0] for path in self.texts})
+
+    def files(self, gpu: str) -> list[str]:
+        return sorted(path.split("/")[1] for path in self.texts if path.startswith(gpu + "/"))
+
+    def read(self, gpu: str, file: str) -> str | None:
+        return self.texts.get(f"{gpu}/{file}")
+
+
+class Answer(NamedTuple):
+    """One row that a look-up would offer: from which level ("exact", "nearest", "sibling"), source and GPU."""
+
+    level: str
+    row: Row
+    gpu: str
+    source: str
+    distance: float
+
+
+class Table:
+    """Rows of one op on one GPU, indexed by exact key and, for the nearest shape, by flags and sizes."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = list(rows)
+        self._exact: dict[frozenset[Any], list[Row]] = {}
+        for row in self.rows:
+            self._exact.setdefault(frozenset(row.key.items()), []).append(row)
+        # flags -> [(sizes but M, as logarithms; log2 of each M; rows of each M)]
+        shapes: dict[frozenset[Any], dict[tuple[float, ...], list[tuple[float, list[Row]]]]] = {}
+        for block in self._exact.values():
+            block.sort(key=lambda row: row.rank)
+            flags, log_m, logs = _split(block[0].key)
+            shapes.setdefault(flags, {}).setdefault(logs, []).append((log_m, block))
+        self._shapes: dict[frozenset[Any], list[tuple[tuple[float, ...], list[float], list[list[Row]]]]] = {}
+        for flags, groups in shapes.items():
+            ordered = [(logs, sorted(ms, key=lambda m: m[0])) for logs, ms in sorted(groups.items())]
+            self._shapes[flags] = [(logs, [m for m, _ in ms], [block for _, block in ms]) for logs, ms in ordered]
+
+    def exact(self, key: Mapping[str, Any]) -> list[Row]:
+        return self._exact.get(frozenset(key.items()), [])
+
+    def nearest(self, key: Mapping[str, Any]) -> list[tuple[float, list[Row]]]:
+        """Distance and rows of the recorded shapes closest to `key`; equal flags only."""
+        flags, log_m, logs = _split(key)
+        found = []
+        position = 0  # unique in `found`: ties go to the smaller shape, and rows are never compared
+        for other, ms, blocks in self._shapes.get(flags, ()):
+            base = sum([abs(a - b) for a, b in zip(other, logs, strict=False)])
+            at = bisect_left(ms, log_m)
+            # the next larger M first: on a tie a tile that is too tall beats one that is too short
+            for i in (at, at + 1, at - 1) if at < len(ms) and ms[at] == log_m else (at, at - 1):
+                if 0 <= i < len(ms):
+                    found.append((base + WEIGHT_M * abs(ms[i] - log_m), position, blocks[i]))
+                    position += 1
+        found.sort()
+        return [(distance, block) for distance, _, block in found[:_NEAREST]]
+
+
+def _split(key: Mapping[str, Any]) -> tuple[frozenset[Any], float, tuple[float, ...]]:
+    """Flags, log2 of M, and log2 of the other sizes in a fixed order."""
+    flags = frozenset([item for item in key.items() if item[0] not in _SIZE_SET])
+    logs = tuple([_log2(key[n]) for n in _OTHER_SIZES if n in key])
+    return flags, _log2(key.get("M", 1)), logs
+
+
+_SIZE_SET = frozenset(SIZES)
+_OTHER_SIZES = tuple(n for n in SIZES if n != "M")
+
+
+@functools.lru_cache(4096)
+def _log2(size: int) -> float:
+    return math.log2(max(size, 1))
+
+
+@functools.lru_cache(64)
+def gpu_id(device: Device) -> str:
+    return device.id
+
+
+def siblings(gpu: str, others: Iterable[str]) -> list[str]:
+    """GPUs whose rows may serve `gpu`: same vendor and architecture family, nearest SM count first."""
+    mine = _GPU_ID.fullmatch(gpu)
+    if mine is None:
+        return []
+    found = []
+    for other in others:
+        theirs = _GPU_ID.fullmatch(other)
+        if theirs is None or other == gpu or theirs["vendor"] != mine["vendor"]:
+            continue
+        if _family(theirs["arch"]) == _family(mine["arch"]):
+            gap = abs(math.log2(int(theirs["sm_count"])) - math.log2(int(mine["sm_count"])))
+            found.append((theirs["arch"] != mine["arch"], gap, other))
+    return [other for *_, other in sorted(found)]
+
+
+def _family(arch: str) -> str:
+    """sm100 and sm103 are one, and so are sm120 and sm121; sm80 and sm89 are not (other memories, other limits)."""
+    return arch[:-1] if arch.startswith("sm1") else arch
+
+
+class Tables:
+    """A database over sources in falling priority. Reads one op's file when it is first asked for, once."""
+
+    def __init__(self, *sources: Source) -> None:
+        self.sources: Sequence[Source] = sources
+        self._tables: dict[tuple[int, str, str], Table | None] = {}
+        self._gpus: list[list[str]] | None = None
+        self._memo: dict[Any, list[dict[str, Any]]] = {}
+
+    def candidates(self, op: str, key: dict[str, Any], device: Device) -> list[dict[str, Any]]:
+        """Configs in falling order of trust for this key; the op takes the first legal one, else its default."""
+        memo_key = (op, frozenset(key.items()), device)
+        configs = self._memo.get(memo_key)
+        if configs is None:
+            configs = [answer.row.config for answer in self.answers(op, key, device)]
+            if len(self._memo) >= _MEMO_LIMIT:
+                self._memo.clear()
+            self._memo[memo_key] = configs
+        return configs
+
+    def answers(self, op: str, key: Mapping[str, Any], device: Device) -> Iterator[Answer]:
+        """Every row a look-up would offer, in its order, that fits the device's shared memory."""
+        gpu = gpu_id(device)
+        found = False
+        for answer in self._of_gpu(op, key, gpu):
+            if answer.row.shared_bytes <= device.shared_limit:
+                found = True
+                yield answer
+        if found:
+            return
+        if self._gpus is None:
+            self._gpus = [source.gpus() for source in self.sources]
+        for other in siblings(gpu, {g for gpus in self._gpus for g in gpus}):
+            for answer in self._of_gpu(op, key, other):
+                if answer.row.shared_bytes <= device.shared_limit:
+                    yield Answer("sibling", answer.row, other, answer.source, answer.distance)
+
+    def _of_gpu(self, op: str, key: Mapping[str, Any], gpu: str) -> Iterator[Answer]:
+        tables = [(self.sources[i].name, t) for i in range(len(self.sources)) if (t := self.table(i, gpu, op))]
+        exact: list[Row] = []
+        for name, table in tables:
+            exact = table.exact(key)
+            if exact:
+                for row in exact:
+                    yield Answer("exact", row, gpu, name, 0.0)
+                break
+        near = [(d, i, block) for i, (_, table) in enumerate(tables) for d, block in table.nearest(key)]
+        if len(tables) > 1:
+            near.sort(key=lambda n: n[:2])
+        for distance, i, block in near:
+            if block is not exact:
+                for row in block:
+                    yield Answer("nearest", row, gpu, tables[i][0], distance)
+
+    def table(self, source: int, gpu: str, op: str) -> Table | None:
+        """The parsed table of one source, None if it has none. A file that cannot be parsed is a miss, said once."""
+        at = (source, gpu, op)
+        if at not in self._tables:
+            text = self.sources[source].read(gpu, f"{op}.csv")
+            try:
+                self._tables[at] = Table(parse_table(text)) if text else None
+            except ValueError as error:
+                where = f"{self.sources[source].name}/{gpu}/{op}.csv"
+                warnings.warn(f"fpk: ignoring {where}: {error}", RuntimeWarning, stacklevel=2)
+                self._tables[at] = None
+        return self._tables[at]
+
+    def runs(self, gpu: str) -> dict[str, Run]:
+        """The runs behind a GPU's rows, by id."""
+        runs: dict[str, Run] = {}
+        for source in self.sources:
+            text = source.read(gpu, "runs.csv")
+            try:
+                runs = (parse_runs(text) if text else {}) | runs
+            except ValueError as error:
+                warnings.warn(f"fpk: ignoring {source.name}/{gpu}/runs.csv: {error}", RuntimeWarning, stacklevel=2)
+        return runs
+
+    def ops(self, gpu: str) -> list[str]:
+        """Ops that have a table for this GPU."""
+        files = {file for source in self.sources for file in source.files(gpu)} - {"runs.csv"}
+        return sorted(file.removesuffix(".csv") for file in files)
+
+    def gpus(self) -> list[str]:
+        return sorted({gpu for source in self.sources for gpu in source.gpus()})
+
+
+class Snapshot(Tables):
+    """Tables frozen at one moment, named by the hash of their content: all ranks of a job take the same one."""
+
+    def __init__(self, content: bytes) -> None:
+        layers = json.loads(content)
+        super().__init__(*(MemorySource(layer["texts"], layer["name"]) for layer in layers))
+        self.content = content
+        self.hash = hashlib.sha256(content).hexdigest()
+
+    @classmethod
+    def of(cls, tables: Tables) -> "Snapshot":
+        """Everything the sources of `tables` hold now."""
+        layers = []
+        for i, source in enumerate(tables.sources):
+            paths = [(gpu, file) for gpu in source.gpus() for file in source.files(gpu)]
+            texts = {f"{gpu}/{file}": text for gpu, file in paths if (text := source.read(gpu, file))}
+            layers.append({"name": f"snapshot[{i}]", "texts": texts})
+        layers = [layer for layer in layers if layer["texts"]]
+        return cls(json.dumps(layers, sort_keys=True, separators=(",", ":")).encode())

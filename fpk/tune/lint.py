@@ -1,0 +1,168 @@
+"""What must hold for every shipped row, checked without a GPU."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from fpk import db
+from fpk.device import Device
+from fpk.op import OPS, Op
+from fpk.tune.arguments import key_of, outline
+
+_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<name>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm>\d+)(?:-(?P<mig>mig.+))?")
+
+
+def device_of(gpu: str) -> Device:
+    """The device that a database directory stands for."""
+    parts = _ID.fullmatch(gpu)
+    if parts is None:
+        raise ValueError(f"autotune_db: expected a directory like nv-h200-sm90-132, got {gpu!r}")
+    return Device(
+        arch=parts["arch"],
+        name=parts["name"],
+        vendor=parts["vendor"],
+        sm_count=int(parts["sm"]),
+        mig=parts["mig"] or "",
+    )
+
+
+def lint(source: db.Source) -> list[str]:
+    """Problems of all tables of a source, one line each; [] if it is clean."""
+    problems = []
+    for gpu in source.gpus():
+        try:
+            device = device_of(gpu)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        try:
+            runs = db.parse_runs(source.read(gpu, "runs.csv") or "")
+        except ValueError as error:
+            problems.append(f"{gpu}/{error}")
+            runs = {}
+        for file in source.files(gpu):
+            if file == "runs.csv":
+                continue
+            text = source.read(gpu, file) or ""
+            try:
+                problems += [f"{gpu}/{file}: {p}" for p in _lint_table(file.removesuffix(".csv"), text, device, runs)]
+            except ValueError as error:
+                problems.append(f"{gpu}/{file}: {error}")
+    return problems
+
+
+def _lint_table(name: str, text: str, device: Device, runs: dict[str, db.Run]) -> Iterator[str]:
+    rows = db.parse_table(text)
+    if db.dump_table(rows) != text:
+        yield "expected rows sorted and spelled as `fpk db export` writes them"
+    if name not in OPS:
+        yield f"expected a table of an op, got {name!r}"
+        return
+    op = OPS[name]
+    blocks: dict[Any, list[db.Row]] = defaultdict(list)
+    for row in rows:
+        blocks[frozenset(row.key.items())].append(row)
+    times: dict[float, set[Any]] = defaultdict(set)
+    for key, block in blocks.items():
+        yield from (f"{_spell(block[0])}: {p}" for p in _lint_block(op, block, device, runs))
+        times[tuple(row.us for row in block)].add(key)  # type: ignore[index]
+    for us, keys in times.items():
+        if len(keys) > 1 and len(us) > 2:  # type: ignore[arg-type]
+            yield f"{len(keys)} keys have the same times {us}: copied rows?"
+
+
+def _lint_block(op: Op[..., Any], block: list[db.Row], device: Device, runs: dict[str, db.Run]) -> Iterator[str]:
+    ranks = [row.rank for row in block]
+    if ranks != [0] and ranks != list(range(1, len(block) + 1)):
+        yield f"expected ranks 1, 2, ... (or a single 0: the default stands), got {ranks}"
+    if [row.us for row in block] != sorted(row.us for row in block):
+        yield "expected times in order of rank"
+    for row in block:
+        run = runs.get(row.run)
+        if run is None:
+            yield f"run {row.run} is not in runs.csv"
+        elif (run.op, run.gpu) != (op.name, device.id):
+            yield f"run {row.run} measured {run.op} on {run.gpu}"
+        margin = row.default_us * (1 - row.noise_percent / 100)
+        if row.rank > 0 and not 0 < row.us < margin:
+            yield f"expected less than the default's {row.default_us} us by more than the noise, got {row.us} us"
+        if row.shared_bytes > device.shared_limit:
+            yield f"needs {row.shared_bytes} bytes of shared memory, {device.arch} has {device.shared_limit}"
+        yield from lint_config(op, row, device)
+
+
+def lint_config(op: Op[..., Any], row: db.Row, device: Device) -> Iterator[str]:
+    """Can a call look this row up, and would it run? `case` gives the arguments, the op's own functions the answer."""
+    case = db.parse_case(row.case)
+    key = key_of(op, case, device)
+    if key != row.key:
+        yield f"unreachable: its case has key {key}"
+        return
+    try:
+        op.validate_config(row.config)
+    except ValueError as error:
+        yield str(error)
+        return
+    kernel = op.kernel_of(row.config)
+    missing = {"num_warps", "num_stages"} - row.config.keys()
+    if missing or (len(op.kernels) > 1 and "kernel" not in row.config):
+        yield f"expected every launch field, missing {', '.join(sorted(missing)) or 'kernel'}"
+        return
+    if kernel.targets and device.arch not in kernel.targets:
+        yield f"kernel {row.config.get('kernel')} is not for {device.arch}"
+        return
+    try:
+        legal = op.is_legal(row.config, outline(op, case), device)
+    except KeyError as error:
+        yield f"expected every launch field, missing {error}"
+        return
+    if not legal:
+        yield f"not legal for its own case: {row.config}"
+
+
+def _spell(row: db.Row) -> str:
+    return " ".join(f"{n}={v}" for n, v in row.key.items())
+
+
+def stale(source: db.Source, versions: dict[str, str]) -> list[tuple[str, str, db.Row, str]]:
+    """(gpu, op, row, why) of rows measured with other kernels or another minor version of torch or triton.
+
+    versions: "triton" and "torch" of this process.
+    """
+    found = []
+    hashes = {name: kernel_hash(op) for name, op in OPS.items()}
+    for gpu in source.gpus():
+        runs = db.parse_runs(source.read(gpu, "runs.csv") or "")
+        for file in source.files(gpu):
+            name = file.removesuffix(".csv")
+            if name not in OPS:
+                continue
+            for row in db.parse_table(source.read(gpu, file) or ""):
+                why = staleness(runs.get(row.run), hashes[name], versions)
+                if why:
+                    found.append((gpu, name, row, why))
+    return found
+
+
+def staleness(run: db.Run | None, source_hash: str, versions: dict[str, str]) -> str:
+    """Why a row of this run may be out of date; "" if it is not."""
+    if run is None:
+        return "its run is unknown"
+    reasons = []
+    if run.source != source_hash:
+        reasons.append(f"kernel source {run.source}, now {source_hash}")
+    for package in ("triton", "torch"):
+        then, now = getattr(run, package), versions[package]
+        if _minor(then) != _minor(now):
+            reasons.append(f"{package} {then}, now {now}")
+    return "; ".join(reasons)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def kernel_hash(op: Op[..., Any]) -> str:
+    """Hash of the source of all kernels of an op and of the device functions they call."""
+    return db.source_hash(kernel.fn for kernel in op.kernels.values())
