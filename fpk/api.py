@@ -66,6 +66,11 @@ class Quantized:
         if check and self.scale.dtype is torch.float32:
             expect_valid_scale("Quantized.scale", self.scale)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        codes = plain_bytes(self.codes)
+        rest = (self.scale, self.scheme, self.zero_point, self.global_scale, self.shape)
+        return _rebuild, (codes, self.codes.dtype, rest)
+
     @property
     def granularity(self) -> Granularity:
         return scheme_of(self.scheme).granularity
@@ -230,6 +235,16 @@ def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
     return LayerScheme(weight, activation)
 
 
+def plain_bytes(codes: Tensor) -> Tensor:
+    """Codes as what `pickle` can carry: torch up to 2.13 writes float8 tensors but fails to read them."""
+    return codes.view(torch.uint8) if codes.dtype in FP8 else codes
+
+
+def _rebuild(codes: Tensor, dtype: torch.dtype, parts: tuple[Any, ...]) -> Quantized:
+    scale, scheme, zero_point, global_scale, shape = parts
+    return Quantized(codes.view(dtype), scale, scheme, zero_point, global_scale, shape, check=False)
+
+
 def _op(name: str) -> "Op[..., Any]":
     if name not in OPS:
         raise NotImplementedError(f"fpk has no op {name!r}")
@@ -256,16 +271,16 @@ def _arguments(op: "Op[..., Any]", scheme: Scheme, x: Tensor, options: dict[str,
 
 def _static_scale(scale: Tensor | float, scheme: Scheme, x: Tensor) -> Tensor:
     """The given scale as fp32 of the shape that the scheme demands."""
-    tensor = torch.as_tensor(scale, device=x.device)
     shape = scheme.granularity.scale_shape(tuple(x.shape))
     if isinstance(scale, Tensor):
         expect_dtype("quantize.scale", scale, *_SCALE_DTYPES)
         if scale.device != x.device:
             raise ValueError(f"quantize.scale: expected {x.device} (as x), got {scale.device}")
+    tensor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     if tensor.numel() == 1 and shape == (1, 1):
         tensor = tensor.reshape(shape)
     expect_shape("quantize.scale", tensor, shape)
-    return tensor.float()
+    return tensor
 
 
 def _quantize_static(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fpk._report import LayerReport, QuantizeReport
-from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
+from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_valid_scale
 from fpk.formats import FP8
 
@@ -135,6 +135,19 @@ class QuantizedLinear(nn.Module):
             return moved
 
         return cast(QuantizedLinear, super()._apply(move, recurse))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy, with the codes as plain bytes."""
+        state = self.__dict__.copy()
+        state["_buffers"] = self._buffers | {"weight": plain_bytes(self.weight)}
+        state["_codes_dtype"] = self.weight.dtype
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        dtype = state.pop("_codes_dtype")
+        super().__setstate__(state)
+        self.weight = self.weight.view(dtype)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,

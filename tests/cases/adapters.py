@@ -1,0 +1,282 @@
+"""From a case to fpk: every case of `cases_open` has an adapter here, or a row that says what it waits for.
+
+An adapter takes the case's inputs and returns what the case's op text asks for; an error that fpk raises counts as its
+answer. Needs are written "op:<name>" (in fpk.OPS), "scheme:<name>" (in fpk.list_schemes()) or "<module>:<attribute>".
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from casekit import TORCH8
+from torch import Tensor
+
+import fpk
+from fpk import formats
+from fpk.check import rel_error
+
+
+def exists(need: str) -> bool:
+    """Has fpk what a case needs?"""
+    kind, _, name = need.partition(":")
+    if kind == "op":
+        return name in fpk.OPS
+    if kind == "scheme":
+        return name in fpk.list_schemes()
+    try:
+        return hasattr(importlib.import_module(kind), name)
+    except ModuleNotFoundError:
+        return False
+
+
+# Rows leave this table when what they wait for lands: the test asserts that it is really missing. Adapters that were
+# written ahead of their op stand here by themselves until it does.
+WAITING: dict[str, str] = {
+    "B25": "scheme:mxfp4",
+    "B27": "scheme:mxfp6_e2m3",
+    "B29": "scheme:mxfp8_e5m2",
+    "B33": "scheme:mxfp8_e4m3",
+    "B35": "fpk.nn:load_quantized",
+    "B37": "scheme:mxfp8_e4m3",
+    "B40": "scheme:mxfp4",
+    "B41": "scheme:nvfp4",
+    "B42": "scheme:nvfp4",
+    "B43": "scheme:nvfp4",
+    "B45": "scheme:nvfp4",
+    "B47": "scheme:nvfp4",
+    "B49": "scheme:mxfp4",
+    "B51": "fpk.methods.parallel:shard_range",
+    "B55": "fpk.methods.fp8:Fp8LinearMethod",
+    "B76": "scheme:mxfp8_e4m3",
+    "B77": "fpk.methods.online:Fp8PerTensorOnlineLinearMethod",
+    "B78": "fpk.methods.online:Fp8PerTensorOnlineLinearMethod",
+    "B80": "fpk.methods.fp8:Fp8LinearMethod",
+    "B82": "fpk.nn:load_quantized",
+    "B84": "fpk.nn:load_quantized",
+    "B85": "fpk.methods.config:is_layer_skipped",
+    "B86": "fpk.methods.config:is_layer_skipped",
+    "B88": "fpk.nn:load_quantized",
+    "B90": "fpk.methods.fp8:Fp8LinearMethod",
+    "B92": "fpk.nn:load_quantized",
+    "B93": "fpk:moe",
+    "B95": "fpk:moe",
+    "B97": "fpk:moe",
+    "B98": "fpk:moe",
+    "B99": "fpk:moe",
+    "B100": "fpk:moe",
+    "B101": "fpk:moe",
+    "B103": "fpk:moe",
+    "B105": "fpk:moe",
+    "B107": "fpk:moe",
+    "B109": "fpk:moe",
+    "B111": "fpk:moe",
+    "B113": "fpk:moe",
+    "B116": "fpk.methods.kv_cache:Fp8KVCacheMethod",
+    "B118": "fpk.methods.kv_cache:Fp8KVCacheMethod",
+    "B120": "fpk.methods.kv_cache:Fp8KVCacheMethod",
+    "B122": "fpk.methods.kv_cache:Fp8KVCacheMethod",
+    "B124": "fpk.methods.kv_cache:Fp8KVCacheMethod",
+    "B125": "fpk.tune:tune",
+    "B127": "fpk.tune:tune",
+    "B129": "fpk.tune:tune",
+    "B131": "fpk.tune:tune",
+}
+
+
+ADAPTERS: dict[str, Callable[[dict[str, Any]], Any]] = {}
+
+
+def adapter(*ids: str, needs: str = ""):
+    """Register the decorated function for these cases, once what it `needs` is there."""
+
+    def register(fn):
+        for id in ids:
+            assert id not in ADAPTERS and id not in WAITING, f"{id} has two rows"
+            if needs and not exists(needs):
+                WAITING[id] = needs
+            else:
+                ADAPTERS[id] = fn
+        return fn
+
+    return register
+
+
+# ---- helpers ---------------------------------------------------------------
+def as_uint8(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8)
+
+
+def nan_as_0x7f(codes: Tensor) -> Tensor:
+    """fpk writes +0x7F for NaN and the cases allow both signs."""
+    return torch.where((codes & 0x7F) == 0x7F, 0x7F, codes)
+
+
+def static(x: Tensor, scale: Tensor | float, **options: Any) -> Tensor:
+    """Codes of a vector under one given scale, as uint8."""
+    return as_uint8(fpk.quantize(x[None], "fp8_tensor", scale=scale, **options).codes)[0]
+
+
+def parts(q: fpk.Quantized) -> dict[str, Tensor]:
+    return dict(q=as_uint8(q.codes), scale=q.scale)
+
+
+def fp8(codes: Tensor, fmt: str = "e4m3fn") -> Tensor:
+    return codes.view(TORCH8[fmt])
+
+
+def decoded(codes: Tensor, fmt: str) -> Tensor:
+    """A vector of codes through the dequantize op, scale 1."""
+    one = torch.ones(1, 1, device=codes.device)
+    return fpk.OPS["dequantize"](fp8(codes[None], fmt), one)[0]
+
+
+# ---- cast ------------------------------------------------------------------
+@adapter("B01")
+def quant_static(i):
+    return nan_as_0x7f(static(i["x"], i["scale"]))
+
+
+@adapter("B22")
+def quant_static_divides(i):
+    return static(i["x"], i["scale"])
+
+
+@adapter("B03")
+def cast(i):
+    return static(i["x"], 1.0)
+
+
+@adapter("B05", "B06")
+def decode_every_code(i):
+    return [decoded(i["codes"], fmt) for fmt in i["fmts"]]
+
+
+@adapter("B09")
+def decode_subnormals(i):
+    return decoded(i["codes"], "e4m3fn")
+
+
+@adapter("B07")
+def quant_fnuz(i):
+    return static(i["x"], i["scale"], dtype=torch.float8_e4m3fnuz)
+
+
+# ---- scale -----------------------------------------------------------------
+@adapter("B12", "B14", "B16", "B23")
+def quant_token(i):
+    return parts(fpk.quantize(i["x"], "fp8_token"))
+
+
+@adapter("B20")
+def quant_static_two_scales(i):
+    return parts(fpk.quantize(i["x"], "fp8_tensor", scale=i["scale"]))
+
+
+@adapter("B18", needs="op:quantize_fp8_group")
+def quant_no_rows(i):
+    q, scale = fpk.OPS["quantize_fp8_group"](i["x"], group=i["group"])
+    return dict(q=as_uint8(q), scale=scale)
+
+
+# ---- mx --------------------------------------------------------------------
+@adapter("B31")
+def decode_e8m0(i):
+    ones = torch.ones(len(i["b"]), 1, device=i["b"].device).to(torch.float8_e4m3fn)
+    return fpk.OPS["dequantize"](ones, i["b"][:, None], rows=1, cols=-1)[:, 0]
+
+
+@adapter("B39")
+def encode_elements(i):
+    return {name: formats.encode(x, formats.FORMATS["e2m1" if name == "tiny" else name]) for name, x in i.items()}
+
+
+# ---- int8 ------------------------------------------------------------------
+@adapter("B53", needs="op:quantize_int8_static")
+def quant_int8(i):
+    return fpk.OPS["quantize_int8_static"](i["x"][None], i["scale"].reshape(1, 1))[0]
+
+
+# ---- scaled_mm -------------------------------------------------------------
+def operand(codes: Tensor, scale: Tensor | None = None) -> fpk.Quantized:
+    """FP8 codes with one scale, or one for each row."""
+    scale = torch.ones(1, 1, device=codes.device) if scale is None else scale
+    if scale.numel() == 1:
+        return fpk.Quantized(fp8(codes), scale.reshape(1, 1), "fp8_tensor")
+    return fpk.Quantized(fp8(codes), scale, "fp8_token")
+
+
+@adapter("B62", "B68", "B70")
+def mm(i):
+    return fpk.mm(operand(i["a"], i.get("sa")), operand(i["b"], i.get("sb")), out_dtype=torch.float32)
+
+
+@adapter("B63")
+def mm_empty(i):
+    return {name: fpk.mm(operand(a), operand(b), out_dtype=torch.float32) for name, (a, b) in i.items()}
+
+
+@adapter("B64", "B66")
+def mm_cast_last(i):
+    out_dtype = getattr(torch, i["out_dtype"])
+    return fpk.mm(operand(i["a"], i["sa"]), operand(i["b"], i["sb"]), bias=i.get("bias"), out_dtype=out_dtype)
+
+
+def grouped(i, **config) -> Tensor:
+    """scaled_mm_group with scales (rows, groups) on both sides; `config` asks for a launch of that kind."""
+    op = fpk.OPS["scaled_mm_group"]
+    args = dict(
+        a=fp8(i["a"]), b=fp8(i["b"]), scale_a=i["sa"], scale_b=i["sb"], group=i["group"], block_rows=1,
+        block_cols=i["group"], out_dtype=torch.float32,
+    )  # fmt: skip
+    return op.launch(**args, config=op.config_for(**args) | config) if config else op(**args)
+
+
+@adapter("B60", needs="op:scaled_mm_group")
+def mm_group(i):
+    return grouped(i)
+
+
+@adapter("B56", needs="op:scaled_mm_group")
+def mm_group_with_a_longer_tile(i):
+    return grouped(i, BLOCK_K=i["config"]["BLOCK_SIZE_K"])
+
+
+@adapter("B58", needs="op:scaled_mm_group")
+def mm_group_with_split_k(i):
+    return grouped(i, SPLIT_K=i["split_k"])
+
+
+# ---- block -----------------------------------------------------------------
+@adapter("B74")
+def dequant_rows_of_fused(i):
+    rows, cols = i["block"]
+    start, stop = i["rows"]
+    return fpk.OPS["dequantize"](fp8(i["q"]), i["scale"], rows=rows, cols=cols)[start:stop]
+
+
+@adapter("B72", needs="op:quantize_fp8_block")
+def quant_block(i):
+    rows, cols = i["block"]
+    codes, scale = fpk.OPS["quantize_fp8_block"](i["w"], block_rows=rows, block_cols=cols)
+    return dict(q=as_uint8(codes), scale=scale)
+
+
+# ---- runtime ---------------------------------------------------------------
+@adapter("B135", needs="op:mm_weight_only")
+def bf16_dot(i):
+    return fpk.mm(i["a"], fpk.quantize(i["b"].float(), "fp8_tensor", scale=1.0), out_dtype=torch.float32)
+
+
+def fp32_operands(i):
+    return fpk.mm(i["a"], fpk.quantize(i["b"], "fp8_tensor", scale=1.0), out_dtype=torch.float32)
+
+
+# Cases about something that fpk does not do: asking for it must raise.
+REFUSED = {"B138": fp32_operands}
+
+
+# ---- tune ------------------------------------------------------------------
+@adapter("B133")
+def compare_fp8(i):
+    return [rel_error(a, b) <= 1e-2 for a, b in i["pairs"]]
