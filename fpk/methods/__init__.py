@@ -1,0 +1,34 @@
+"""Methods: how layers hold quantized weights and multiply by them; they only compose ops.
+
+Names are imported when they are first touched, so reading a config compiles nothing.
+"""
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "Attention": "base",
+    "Linear": "base",
+    "LinearMethod": "base",
+    "RoutedExperts": "base",
+    "UnquantizedLinearMethod": "base",
+    "Fp8PerTensorOnlineLinearMethod": "online",
+    "Fp8PtpcOnlineLinearMethod": "online",
+    "Int8PtpcOnlineLinearMethod": "online",
+    "pre_processed_weights": "loading",
+    "use_reduce_max": "parallel",
+}
+
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'fpk.methods' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fpk.methods.{_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

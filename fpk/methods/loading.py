@@ -1,0 +1,207 @@
+"""How tensors of a checkpoint reach a layer, the first time and again.
+
+Every parameter has a `weight_loader`, a `Loader`. What it does with a tensor is up to the layer's `loading`:
+
+* `Loading` writes it into the parameter.
+* `Streaming` (online methods, whose weights are registered on the meta device) holds it back until the layer has all
+  of its elements, then makes the weight, quantizes it and lets it go: a model never needs more memory than it has
+  quantized plus one layer.
+* `Staging` (serialized methods) writes into the parameter; once that is processed, into a copy of its form on disk.
+
+Loading a second time ends in the storages of the first, so captured CUDA graphs stay valid.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpk.methods.parameter import Layout, ShardId, attributes_of, name_of
+
+_pre_processed: ContextVar[bool] = ContextVar("fpk_pre_processed_weights", default=False)
+
+
+@contextlib.contextmanager
+def pre_processed_weights() -> Iterator[None]:
+    """Inside the block, tensors come in the form that layers run with (another process has processed them).
+
+    `process_weights_after_loading` then leaves them as they are and restores only what is not a tensor. A method that
+    has no such form raises RuntimeError.
+    """
+    token = _pre_processed.set(True)
+    try:
+        yield
+    finally:
+        _pre_processed.reset(token)
+
+
+def are_pre_processed() -> bool:
+    return _pre_processed.get()
+
+
+class WriteLayout:
+    """The loader of fpk's own layers: `load(param, loaded_weight, shard_id=None)` by the parameter's layout."""
+
+    def __init__(self, what: str, layout: Layout) -> None:
+        self.what, self.layout = what, layout
+
+    def __call__(self, param: Tensor, loaded_weight: Tensor, shard_id: ShardId = None) -> None:
+        self.layout.write(self.what, param.data, loaded_weight, shard_id)
+
+
+class Loader:
+    """`param.weight_loader`: takes what the engine's loader takes, the parameter and a checkpoint's tensor first.
+
+    It survives processing, and deepcopy and pickling of the layer, which it holds weakly.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, load: Callable[..., Any]) -> None:
+        self._layer: weakref.ref[nn.Module] | None = weakref.ref(layer)
+        self.name, self.load = name, load
+
+    def __call__(self, param: Tensor, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        layer = self._layer() if self._layer is not None else None
+        if layer is None:
+            raise RuntimeError(f"{self.name}: the layer this parameter belonged to is gone")
+        with torch.no_grad():
+            layer.loading.receive(layer, self, loaded_weight, args, kwargs)  # type: ignore[union-attr, operator]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layer": self._layer() if self._layer is not None else None, "name": self.name, "load": self.load}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        layer = state["layer"]
+        self._layer = weakref.ref(layer) if layer is not None else None
+        self.name, self.load = state["name"], state["load"]
+
+
+class Loading:
+    """Writes tensors into the layer's parameters as they come."""
+
+    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> None:
+        loader.load(layer._parameters[loader.name], loaded, *args, **kwargs)
+
+    def moved(self, device: torch.device) -> None:
+        """The layer's parameters have moved to `device`."""
+
+
+class StreamingMethod(Protocol):
+    def weights_arrived(self, layer: nn.Module, weights: dict[str, Tensor]) -> None: ...
+
+
+class Streaming(Loading):
+    """Holds tensors back until all elements of the layer's meta parameters are there, then hands them to the method.
+
+    What a tensor will fill is found out by letting its loader run on the meta parameter, which also raises the
+    loader's errors at once.
+    """
+
+    def __init__(self, method: StreamingMethod, device: torch.device) -> None:
+        self.method, self.device = method, device
+        self.templates: dict[str, nn.Parameter] = {}
+        self.pending: list[tuple[Loader, Tensor, Any, Any]] = []
+        self.filled: dict[str, dict[Any, int]] = {}
+
+    def expect(self, name: str, template: nn.Parameter) -> None:
+        """Stream the parameter `name`; `template` has its shape, dtype and attributes on the meta device."""
+        self.templates[name] = template
+
+    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> None:
+        if loader.name not in self.templates:
+            return super().receive(layer, loader, loaded, args, kwargs)
+        with _Writes() as writes:
+            loader.load(self.templates[loader.name], loaded, *args, **kwargs)
+        self.filled.setdefault(loader.name, {}).update(writes.regions)
+        self.pending.append((loader, loaded, args, kwargs))
+        if not self.missing():
+            self.finish(layer)
+
+    def missing(self) -> dict[str, int]:
+        """Elements that have not come yet, by parameter."""
+        counts = {n: t.numel() - sum(self.filled.get(n, {}).values()) for n, t in self.templates.items()}
+        return {n: c for n, c in counts.items() if c > 0}
+
+    def expect_complete(self, layer: nn.Module) -> None:
+        """Raise ValueError if some elements came and others did not."""
+        for name, count in self.missing().items():
+            total = self.templates[name].numel()
+            raise ValueError(f"{name_of(layer)}.{name}: expected {total} elements to be loaded, got {total - count}")
+
+    def finish(self, layer: nn.Module) -> None:
+        """Make the weights from what has come and quantize them."""
+        weights = {}
+        for name, template in self.templates.items():
+            weights[name] = nn.Parameter(
+                torch.empty(template.shape, dtype=template.dtype, device=self.device), requires_grad=False
+            )
+            weights[name].__dict__.update(attributes_of(template))
+        self.filled.clear()
+        pending, self.pending = self.pending, []
+        while pending:
+            loader, loaded, args, kwargs = pending.pop(0)  # let each tensor go as soon as it is copied
+            loader.load(weights[loader.name], loaded, *args, **kwargs)
+            del loaded
+        self.method.weights_arrived(layer, {n: w.data for n, w in weights.items()})
+
+    def moved(self, device: torch.device) -> None:
+        self.device = device
+
+
+class _Writes(TorchDispatchMode):
+    """Records which regions of meta tensors are copied into or filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::fill_") and args[0].is_meta:
+            target = args[0]
+            self.regions[(target.storage_offset(), target.shape, target.stride())] = target.numel()
+        return func(*args, **(kwargs or {}))
+
+
+class Staging(Loading):
+    """Writes into parameters until they are processed; after that into their form on disk, to be processed again.
+
+    Codes go straight into the live storage, their scales into new tensors.
+    """
+
+    def __init__(self) -> None:
+        self.processed = False
+        self.forms: dict[str, tuple[torch.Size, torch.dtype, float | None]] = {}
+        self.staged: dict[str, nn.Parameter] = {}
+
+    def expect(self, name: str, parameter: nn.Parameter, fill: float | None) -> None:
+        """Parameter `name` has this form on disk; `fill` is what it holds before loading, None for codes."""
+        self.forms[name] = (parameter.shape, parameter.dtype, fill)
+
+    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> None:
+        if not self.processed or loader.name not in self.forms:
+            return super().receive(layer, loader, loaded, args, kwargs)
+        loader.load(self._stage(layer, loader.name), loaded, *args, **kwargs)
+
+    def take(self, layer: nn.Module) -> dict[str, Tensor]:
+        """What has been loaded since the last time, in its form on disk; empty if nothing."""
+        if not self.processed:
+            taken = {n: p for n, p in layer._parameters.items() if n in self.forms and p is not None}
+        else:
+            taken, self.staged = self.staged, {}
+        self.processed = True
+        return {n: p.data for n, p in taken.items()}
+
+    def _stage(self, layer: nn.Module, name: str) -> nn.Parameter:
+        if name not in self.staged:
+            live = layer._parameters[name]
+            assert live is not None
+            shape, dtype, fill = self.forms[name]
+            data = live.data.view(dtype) if fill is None else torch.full(shape, fill, device=live.device).to(dtype)
+            self.staged[name] = nn.Parameter(data, requires_grad=False)
+            self.staged[name].__dict__.update(attributes_of(live))
+        return self.staged[name]
