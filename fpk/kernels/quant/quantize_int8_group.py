@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_of, expect_rank
 from fpk.db import Config, bucket
-from fpk.formats import INT8, encode, expand_groups
+from fpk.formats import encode_int8 as encode_codes
+from fpk.formats import expand_groups
 from fpk.kernels._groups import expect_group, group_amax
 from fpk.kernels._tile import amax_key, amax_of_key, encode_int8
 from fpk.op import Cost, Kernel, op
@@ -32,8 +33,7 @@ from fpk.shapes import activation_cases
 def reference(x: Tensor, group: int = 128, qmin: int = -128) -> tuple[Tensor, Tensor]:
     amax = group_amax(x, 1, group)
     scale = torch.maximum(amax, amax.new_tensor(1e-10)) / amax.new_tensor(127.0)
-    codes = encode(x.float() / expand_groups(scale, x.shape, 1, group), INT8).clamp(min=qmin)
-    return codes.contiguous(), scale
+    return encode_codes(x.float() / expand_groups(scale, x.shape, 1, group), qmin).contiguous(), scale
 
 
 def check(x: Tensor, group: int, qmin: int, **_: Any) -> None:
@@ -90,8 +90,8 @@ def legal(config: Config, group: int, **_: Any) -> bool:
     return config["BLOCK_M"] * config["GROUPS"] * triton.next_power_of_2(group) <= 4096 * config["num_warps"]
 
 
-def key(x: Tensor, group: int, qmin: int, **_: Any) -> dict[str, int | str]:
-    return dict(M=bucket(x.shape[:-1].numel()), K=x.shape[-1], group=group, x=str(x.dtype), qmin=qmin)
+def key(x: Tensor, group: int, **_: Any) -> dict[str, int | str]:
+    return dict(M=bucket(x.shape[:-1].numel()), K=x.shape[-1], group=group, x=str(x.dtype))
 
 
 def cost(x: Tensor, group: int, **_: Any) -> Cost:
