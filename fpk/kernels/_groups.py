@@ -42,10 +42,10 @@ def stored_scale(scale: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
 def scale_buffer(
     shape: tuple[int, ...], layout: str, scale_format: str, device: torch.device | str
 ) -> tuple[Tensor, int]:
-    """An empty scale (..., M, G) of a layout, and the distance between its columns (M for "row", where it is not used).
+    """An empty scale (..., M, G) of a layout, and the distance between its columns (M for "row").
 
-    "row": rows contiguous. "column": columns contiguous. "tma": columns contiguous and each starting at a multiple of 16
-    bytes, as the tensor memory accelerator wants; what lies between M and that multiple is never written.
+    "row": rows contiguous. "column": columns contiguous. "tma": columns contiguous and each starting at a multiple of
+    16 bytes, as the tensor memory accelerator wants; what lies between M and that multiple is never written.
     """
     *lead, m, groups = shape
     dtype = torch.float32 if scale_format == "fp32" else torch.uint8

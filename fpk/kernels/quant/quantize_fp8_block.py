@@ -97,7 +97,7 @@ def _loop_kernel(
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A block of any size, piece by piece: once for the maximum, once to quantize (the second read comes from cache)."""
+    """A block of any size in pieces: one loop for the maximum, one to quantize (the second read comes from cache)."""
     blocks_m, blocks_k = tl.cdiv(M, ROWS), tl.cdiv(K, COLS)
     e = tl.program_id(1).to(tl.int64)
     block_m = (tl.program_id(0) // blocks_k).to(tl.int64)

@@ -116,9 +116,7 @@ def inputs(
     kernels=dict(group=Kernel(_group_kernel)),
     configs=configs, key=key, legal=legal, cost=cost, cases=activation_cases(),
 )  # fmt: skip
-def quantize_int8_group(
-    x: Tensor, group: int = 128, qmin: int = -128, *, config: Config
-) -> tuple[Tensor, Tensor]:
+def quantize_int8_group(x: Tensor, group: int = 128, qmin: int = -128, *, config: Config) -> tuple[Tensor, Tensor]:
     """Quantize rows to INT8, one scale per `group` columns.
 
     Args:
