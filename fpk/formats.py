@@ -146,6 +146,8 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Values of codes as fp32, exactly. Takes uint8 codes or tensors of the format's own dtype."""
     if fmt is INT8:
         return codes.float()
+    if fmt.dtype in FP8:
+        return as_codes(codes, fmt).float()  # torch's widening cast is exact, NaN and Inf included, and one pass
     code = (codes.view(torch.uint8) if codes.dtype != torch.uint8 else codes).to(torch.int32)
     if fmt is E8M0:
         return torch.where(code == 255, float("nan"), power_of_two(code - 127))
@@ -155,16 +157,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     # subnormals have no hidden one and the exponent of field 1
     significand = (mantissa + torch.where(field > 0, 1 << m, 0)).float()
     value = significand * power_of_two(field.clamp(min=1) - fmt.bias - m)
-    magnitude = code & ((1 << (e + m)) - 1)
-    if fmt.kind == "ieee":
-        special = torch.where(mantissa == 0, float("inf"), float("nan"))
-        value = torch.where(field == (1 << e) - 1, special, value)
-    elif fmt.kind == "fn":
-        value = torch.where(magnitude == (1 << (e + m)) - 1, float("nan"), value)
-    value = torch.where((code >> (e + m)) & 1 == 1, -value, value)
-    if fmt.kind == "fnuz":
-        value = torch.where(code == 0x80, float("nan"), value)
-    return value
+    return torch.where((code >> (e + m)) & 1 == 1, -value, value)
 
 
 def as_codes(codes: Tensor, fmt: Format) -> Tensor:
@@ -261,6 +254,9 @@ SCHEMES = {
         Scheme("fp8_tensor", E4M3FN, PER_TENSOR, quantizer="quantize_fp8_tensor", activation="fp8_token"),
         Scheme("fp8_token", E4M3FN, PER_TOKEN, quantizer="quantize_fp8_token", activation="fp8_token"),
         Scheme("fp8_channel", E4M3FN, PER_CHANNEL, quantizer="quantize_fp8_token", activation="fp8_token"),
+        Scheme("fp8_group128", E4M3FN, per_group(128), quantizer="quantize_fp8_group", activation="fp8_group128"),
+        Scheme("fp8_block128", E4M3FN, per_block(128), quantizer="quantize_fp8_block", activation="fp8_group128"),
+        Scheme("int8_tensor", INT8, PER_TENSOR, quantizer="quantize_int8_tensor", activation="int8_token"),
         Scheme("int8_token", INT8, PER_TOKEN, quantizer="quantize_int8_token", activation="int8_token"),
         Scheme(
             "int8_channel", INT8, PER_CHANNEL,

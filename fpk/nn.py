@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fpk._report import LayerReport, QuantizeReport
 from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_valid_scale
-from fpk.formats import FP8
+from fpk.formats import FP8, INT8
 
 __all__ = ["LayerReport", "QuantizeReport", "QuantizedLinear", "quantize_", "quantized"]
 
@@ -77,7 +77,8 @@ class QuantizedLinear(nn.Module):
         if weight.is_meta:
             raise ValueError(f"{name}.weight: expected a tensor with data, got one on the meta device")
         expect_dtype(f"{name}.weight", weight, *FLOAT_INPUTS)
-        codes = quantize(weight, pair.weight)
+        options: dict[str, Any] = {"qmin": -127} if pair.weight.format is INT8 else {}
+        codes = quantize(weight, pair.weight, **options)
         if codes.scale.dtype is torch.float32:
             expect_valid_scale(f"{name}.weight_scale", codes.scale)
         made = cls(codes, pair.activation.name if pair.activation else None, linear.bias)

@@ -16,19 +16,33 @@ from fpk.formats import SCHEMES
 
 FP8_ROWS = ("fp8_token", "fp8_channel")
 INT8_ROWS = ("int8_token", "int8_channel")
+GROUPS = ("fp8_group128", "fp8_block128")
 
 
 def fake(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    """Codes as fp32 values, and the scale, of a matrix or a stack, in plain torch."""
+    """Codes as fp32 values, and for each of them its scale, of a matrix or a stack, in plain torch."""
     x = x.float()
+    if scheme in GROUPS:
+        return fake_groups(x, 128 if scheme == "fp8_block128" else 1, floor=1e-4 if scheme == "fp8_block128" else 1e-10)
     dims = (-2, -1) if scheme.endswith("tensor") else (-1,)
     amax = x.abs().amax(dims, keepdim=True)
     if scheme.startswith("fp8"):
         scale = torch.maximum(amax / amax.new_tensor(448.0), amax.new_tensor(1 / (512 * 448)))
-        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scale
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scale.expand_as(x)
     scale = amax.clamp(min=1e-10) / amax.new_tensor(127.0)
     low = -127 if scheme == "int8_channel" else -128
-    return (x / scale).round().clamp(low, 127) + 0.0, scale  # int8 has no -0
+    return (x / scale).round().clamp(low, 127) + 0.0, scale.expand_as(x)  # int8 has no -0
+
+
+def fake_groups(x: Tensor, rows: int, floor: float) -> tuple[Tensor, Tensor]:
+    scale = torch.empty_like(x)
+    for m in range(0, x.shape[-2], rows):
+        for k in range(0, x.shape[-1], 128):
+            at = (..., slice(m, m + rows), slice(k, k + 128))
+            scale[at] = (x[at].abs().amax((-2, -1), keepdim=True).clamp(min=floor) / x.new_tensor(448.0)).expand_as(
+                x[at]
+            )
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scale
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -36,15 +50,15 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(5, 48), (3, 5, 48)])
-@pytest.mark.parametrize("scheme", ["fp8_tensor", *FP8_ROWS, *INT8_ROWS])
+@pytest.mark.parametrize("shape", [(5, 48), (3, 5, 48), (130, 200), (2, 130, 144)])
+@pytest.mark.parametrize("scheme", ["fp8_tensor", *FP8_ROWS, *GROUPS, "int8_tensor", *INT8_ROWS])
 def test_quantize_is_fake_quantization(scheme, shape, dtype, device):
     x = randn(*shape, dtype=dtype)
     q = quantize(x.to(device), scheme)
     codes, scale = fake(x, scheme)
     assert q.scheme == scheme and q.shape == x.shape
+    assert q.scale.shape == SCHEMES[scheme].granularity.scale_shape(shape)
     assert_close(q.codes.cpu().float(), codes, 0.0)
-    assert_close(q.scale.cpu(), scale, 0.0)
     assert_close(q.dequantize().cpu(), codes * scale, 0.0)
     assert_close(q.dequantize(torch.bfloat16).cpu(), (codes * scale).bfloat16(), 0.0)
 
@@ -60,7 +74,7 @@ def test_matrices_of_a_stack_share_nothing(device):
 
 
 def test_no_rows(device):
-    for scheme in ("fp8_tensor", *FP8_ROWS, *INT8_ROWS):
+    for scheme in fpk.list_schemes():
         q = quantize(torch.zeros(0, 32, device=device), scheme)
         assert q.codes.shape == (0, 32) and q.scale.shape == SCHEMES[scheme].granularity.scale_shape((0, 32))
 

@@ -35,7 +35,10 @@ ALL_BELOW_NN = "kernels op api methods nn " + " ".join(BASE)
 LAYERS = {
     "cli": _layer("study tune " + ALL_BELOW_NN, None),
     "study": _layer("study tune " + ALL_BELOW_NN, None),
-    "nn": _layer("nn methods api kernels op check formats shapes samples device", "torch transformers safetensors"),
+    "nn": _layer(
+        "nn report methods api kernels op check formats shapes samples device", "torch transformers safetensors"
+    ),
+    "report": _layer("", "pandas"),
     "methods": _layer("methods api kernels op formats check device", "torch safetensors"),
     "api": _layer("api kernels op formats check device", "torch"),
     "tune": _layer("tune kernels op " + " ".join(BASE), None),
@@ -44,7 +47,7 @@ LAYERS = {
     **{name: _layer(" ".join(BASE), "torch") for name in BASE},
 }
 # private modules that serve one layer only
-PRIVATE = {"_db_": "db", "_report": "nn"}
+PRIVATE = {"_db_": "db", "_report": "report"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [f for f in FILES if f != PACKAGE / "__init__.py"]
