@@ -16,6 +16,7 @@ from fpk.kernels.quant.dequantize import dequantize
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
 from fpk.kernels.quant.quantize_fp8_tensor import quantize_fp8_tensor
 from fpk.kernels.quant.quantize_fp8_token import quantize_fp8_token
+from fpk.kernels.quant.quantize_int8_static import quantize_int8_static
 from fpk.kernels.quant.quantize_int8_token import quantize_int8_token
 from fpk.methods.base import QuantizedLinearMethod, add_parameter, store_sizes
 from fpk.methods.loading import Streaming
@@ -140,6 +141,8 @@ class Int8PtpcOnlineLinearMethod(OnlineLinearMethod):
     def quantize_weight(self, layer: Any, weight: Tensor) -> dict[str, Tensor]:
         codes, local = quantize_int8_token(weight, qmin=-127)
         scale = reduce_weight_scale(layer, local, over_output=False, what=f"{name_of(layer)}.weight_scale")
+        if scale is not local:
+            codes = quantize_int8_static(weight, scale, rows=1, qmin=-127)
         return {"weight": codes, "weight_scale": scale}
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
