@@ -1,4 +1,4 @@
-"""Ops that break one rule of cross-compilation each: `cross.py --extra bad_kernels` must say so."""
+"""Ops that break one rule each: `--extra bad_kernels` makes cross.py and variants.py say so."""
 
 from typing import Any
 
@@ -37,10 +37,17 @@ def _broken_kernel(x_ptr, y_ptr, B: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, B), tl.load(x_ptr + tl.arange(0, B + 1)))
 
 
+@triton.jit
+def _rows_kernel(x_ptr, y_ptr, M, B: tl.constexpr):
+    offs = tl.arange(0, B)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < M, other=0.0), mask=offs < M)
+
+
 def _declare(name: str, kernel: Any, config: Config, matrix: bool = False) -> Op:
     def launcher(x: Tensor, *, config: Config) -> Tensor:
         y = torch.empty_like(x)
-        kernel[(1,)](x, y, **config)
+        rows = (x.shape[0],) if kernel is _rows_kernel else ()
+        kernel[(1,)](x, y, *rows, **config)
         return y
 
     launcher.__name__ = name
@@ -55,4 +62,5 @@ def _declare(name: str, kernel: Any, config: Config, matrix: bool = False) -> Op
 _declare("bad_shared", _shared_kernel, Config(B=256, num_warps=8, num_stages=4))
 _declare("bad_spills", _spills_kernel, Config(B=16384, num_warps=1))
 _declare("bad_matrix", _sum_kernel, Config(B=256, num_warps=4), matrix=True)
+_declare("bad_variants", _rows_kernel, Config(B=256, num_warps=4))
 _declare("bad_compile", _broken_kernel, Config(B=256, num_warps=4))

@@ -1,6 +1,6 @@
 """How many variants Triton would compile of each kernel as the number of rows changes and nothing else does.
 
-    python tests/variants.py        prints JSON: {op: {"config": ..., "alignment": ..., "variants": n} of the worst}
+    python tests/variants.py        prints JSON: {op: {"variants": n, "kernel", "case", "config", ...}} of the worst
 
 Run with TRITON_INTERPRET unset.
 """
@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,40 +23,59 @@ from fpk.op import OPS, Op
 from fpk.tune.arguments import legal_candidates
 
 ROWS = (*range(1, 41), 64, 100, 128, 1000, 4096)
+FEW_ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 32, 48, 64, 100, 128, 1000, 4096)
 CONFIGS = 6
 ARCH = "sm90"
 
 
-def alignment(bound: dict[str, Any]) -> tuple[tuple[str, int], ...]:
-    """Largest power of two, up to 16, that divides the address of each tensor: what a memo keeps apart."""
+def alignment(bound: dict[str, Any]) -> str:
+    """What may rightly choose a variant: divisibility by 16 of addresses and strides, and strides of 1."""
     tensors = {n: v for n, v in bound.items() if isinstance(v, torch.Tensor)}
-    return tuple((n, math.gcd(t.data_ptr(), 16)) for n, t in tensors.items())
+    told = {n: (t.data_ptr() % 16 == 0, [(math.gcd(s, 16), s == 1) for s in t.stride()]) for n, t in tensors.items()}
+    return repr(told)
 
 
-def worst(op: Op) -> dict[str, Any]:
-    """The config and alignment of which most variants of one kernel exist, over every M of ROWS."""
+def calls(op: Op, tokens: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(case without M, arguments, config): candidates over every M; then each of the op's options, with defaults."""
     case = representative(op)[0]
-    tokens = next((n for n in ("M", "T") if n in case), None)
-    if tokens is None:
-        return dict(config={}, alignment=(), variants=0, kernel="")
-    found: dict[tuple, set[str]] = defaultdict(set)
-    configs: dict[str, dict[str, Any]] = {}
-    for m in ROWS:  # a candidate may depend on M, so the union over all of them, few of each
+    for m in ROWS:
         bound = arguments(op, case | {tokens: m}, ARCH)
         with pretend(ARCH) as device:
             legal = legal_candidates(op, bound, device)
         for config in legal[:: max(1, len(legal) // CONFIGS)][:CONFIGS]:
-            configs.setdefault(repr(sorted(config.items(), key=str)), config)
-    for m in ROWS:
-        bound = arguments(op, case | {tokens: m}, ARCH)
-        with pretend(ARCH) as device:
-            for name, config in configs.items():
-                if op.is_legal(config, bound, device):
-                    for launch in launches_of(op, bound, config, ARCH):
-                        found[launch.name, name, alignment(bound)].add(launch.variant(TARGETS[ARCH]))
-    kernel, name, aligned = max(found, key=lambda key: len(found[key]))
-    most = found[kernel, name, aligned]
-    return dict(config=configs[name], alignment=aligned, variants=len(most), kernel=kernel, which=sorted(most)[:4])
+            yield "", bound, config
+    for name, values in op.domain.items():
+        for value in values if not _is_size(values) else ():
+            for m in FEW_ROWS:
+                try:
+                    bound = arguments(op, case | {name: value, tokens: m}, ARCH)
+                    with pretend(ARCH):
+                        config = op.config_for(**bound)
+                except (NotImplementedError, ValueError):  # an option that this shape or GPU does not have
+                    continue
+                yield f"{name}={value}", bound, config
+
+
+def _is_size(values: Iterable[Any]) -> bool:
+    return all(type(v) is int for v in values)
+
+
+def worst(op: Op) -> dict[str, Any]:
+    """The call of whose kernels most variants exist."""
+    tokens = next((n for n in ("M", "T") if n in representative(op)[0]), None)
+    if tokens is None:
+        return dict(variants=0)
+    found: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for option, bound, config in calls(op, tokens):
+        for launch in launches_of(op, bound, config, ARCH):
+            key = (launch.name, option, repr(sorted(config.items(), key=str)), alignment(bound))
+            found[key].add(launch.variant(TARGETS[ARCH]))
+    kernel, option, config, aligned = max(found, key=lambda key: len(found[key]))
+    most = found[kernel, option, config, aligned]
+    return dict(
+        variants=len(most), kernel=kernel, option=option, config=config, alignment=aligned, which=sorted(most)[:4],
+        calls=len(found),
+    )  # fmt: skip
 
 
 def main() -> None:
