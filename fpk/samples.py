@@ -25,7 +25,7 @@ def sample(
     Kinds: `normal`; `zeros`; `zero_rows` (every other row zero); `wide` (exponents over the whole range of the dtype's
     middle); `ties` (midpoints of FP8 codes, exact in bf16); `subnormal` (tiny magnitudes); `special` (NaN, +-Inf, -0
     among normal values, and one row of Inf); `outliers` (a few large elements). FP8 and INT8 tensors are random codes
-    without NaN and Inf, with zero rows for the kinds that have them.
+    without NaN and Inf (but for `special`), with zero rows for the kinds that have them.
     """
     g = generator(seed, device)
     if dtype in FP8 or dtype is torch.int8:
@@ -33,8 +33,9 @@ def sample(
             codes = torch.randint(-127, 128, shape, generator=g, device=device, dtype=torch.int16).to(torch.int8)
         else:
             raw = torch.randint(0, 256, shape, generator=g, device=device, dtype=torch.int16).to(torch.uint8)
-            value = decode(raw, FP8[dtype])
-            raw = torch.where(value.isfinite() & (value.abs() <= 240), raw, 0x38)
+            if kind != "special":
+                value = decode(raw, FP8[dtype])
+                raw = torch.where(value.isfinite() & (value.abs() <= 240), raw, 0x38)
             codes = raw.view(dtype)
         if kind == "zeros":
             codes = torch.zeros_like(codes.view(torch.uint8)).view(dtype)

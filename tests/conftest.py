@@ -24,7 +24,9 @@ ON_GPU = torch.cuda.is_available()
 settings.register_profile(
     "fast", max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
-settings.register_profile("big", parent=settings.get_profile("fast"), max_examples=150)
+settings.register_profile(
+    "big", parent=settings.get_profile("fast"), max_examples=int(os.environ.get("FPK_EXAMPLES", "150"))
+)
 settings.load_profile("big" if ON_GPU else os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 torch.set_num_threads(1)  # pytest-xdist brings the parallelism

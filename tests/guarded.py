@@ -8,7 +8,7 @@ looks whether somebody wrote there, as a store without a mask does after the las
 import torch
 from torch import Tensor
 
-ZONE = 4096  # bytes
+ZONE = 16384  # bytes
 KEPT = 256  # allocations that `check` looks at
 
 _zones: list[Tensor] = []

@@ -18,7 +18,7 @@ from fpk.db import Config, bucket
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import decode_e8m0, decode_fp8
 from fpk.op import Cost, Kernel, op
-from fpk.samples import FINITE_KINDS, generator, sample, scales, strided
+from fpk.samples import KINDS, generator, sample, scales, strided
 from fpk.shapes import activation_cases
 
 
@@ -124,7 +124,7 @@ def inputs(
     domain=dict(
         M=(0, 1, 3, 8, 13), K=(1, 16, 33, 100, 257), E=(0, 1, 2),
         granularity=((-1, -1), (1, -1), (-1, 1), (1, 16), (4, 32), (3, 5)), dtype=(*FP8, torch.int8),
-        scale_format=("fp32", "e8m0"), zero_point=(False, True), out_dtype=FLOAT_INPUTS, kind=FINITE_KINDS,
+        scale_format=("fp32", "e8m0"), zero_point=(False, True), out_dtype=FLOAT_INPUTS, kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"),
     ),
     kernels=dict(dequantize=Kernel(_dequantize_kernel)),
