@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fpk
 from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
-from fpk.check import assert_close, bits, rel_error
+from fpk.check import FLOAT_INPUTS, assert_close, bits, rel_error
 from fpk.formats import SCHEMES
 
 FP8_ROWS = ("fp8_token", "fp8_channel")
@@ -49,9 +49,13 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(5, 48), (3, 5, 48), (130, 200), (2, 130, 144)])
-@pytest.mark.parametrize("scheme", ["fp8_tensor", *FP8_ROWS, *GROUPS, "int8_tensor", *INT8_ROWS])
+QUANTIZE = [
+    *((s, shape, d) for s in SCHEMES for shape in ((5, 48), (3, 5, 48)) for d in FLOAT_INPUTS),
+    *((s, shape, torch.bfloat16) for s in GROUPS for shape in ((130, 200), (2, 130, 144))),
+]
+
+
+@pytest.mark.parametrize(("scheme", "shape", "dtype"), QUANTIZE)
 def test_quantize_is_fake_quantization(scheme, shape, dtype, device):
     x = randn(*shape, dtype=dtype)
     q = quantize(x.to(device), scheme)

@@ -5,6 +5,7 @@ answer. Needs are written "op:<name>" (in fpk.OPS), "scheme:<name>" (in fpk.list
 """
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 import fpk
 from fpk import formats
 from fpk.check import rel_error
+from fpk.db import MemorySource, Tables
+from fpk.device import Device, pretend
 
 
 def exists(need: str) -> bool:
@@ -49,13 +52,9 @@ WAITING: dict[str, str] = {
     "B51": "fpk.methods.parallel:shard_range",
     "B55": "fpk.methods.fp8:Fp8LinearMethod",
     "B76": "scheme:mxfp8_e4m3",
-    "B77": "fpk.methods.online:Fp8PerTensorOnlineLinearMethod",
-    "B78": "fpk.methods.online:Fp8PerTensorOnlineLinearMethod",
     "B80": "fpk.methods.fp8:Fp8LinearMethod",
     "B82": "fpk.nn:load_quantized",
     "B84": "fpk.nn:load_quantized",
-    "B85": "fpk.methods.config:is_layer_skipped",
-    "B86": "fpk.methods.config:is_layer_skipped",
     "B88": "fpk.nn:load_quantized",
     "B90": "fpk.methods.fp8:Fp8LinearMethod",
     "B92": "fpk.nn:load_quantized",
@@ -78,9 +77,7 @@ WAITING: dict[str, str] = {
     "B122": "fpk.methods.kv_cache:Fp8KVCacheMethod",
     "B124": "fpk.methods.kv_cache:Fp8KVCacheMethod",
     "B125": "fpk.tune:tune",
-    "B127": "fpk.tune:tune",
     "B129": "fpk.tune:tune",
-    "B131": "fpk.tune:tune",
 }
 
 
@@ -262,6 +259,68 @@ def quant_block(i):
     return dict(q=as_uint8(codes), scale=scale)
 
 
+@adapter("B77")
+def online_per_tensor_on_two_ranks(i):
+    """Each rank is asked twice: for its own scale, then with the maximum of both."""
+    from fpk.methods import use_reduce_max
+
+    local: list[Tensor] = []
+
+    def own(scale: Tensor, group: Any) -> Tensor:
+        local.append(scale)
+        return scale
+
+    def shared(scale: Tensor, group: Any) -> Tensor:
+        return torch.maximum(*local)
+
+    with use_reduce_max(own):
+        for rank in range(i["tp"]):
+            online("Fp8PerTensorOnlineLinearMethod", i["w"], split="row", tp_size=i["tp"], tp_rank=rank)
+    with use_reduce_max(shared):
+        layers = [
+            online("Fp8PerTensorOnlineLinearMethod", i["w"], split="row", tp_size=i["tp"], tp_rank=rank)
+            for rank in range(i["tp"])
+        ]
+    return [dict(q=as_uint8(layer.weight.data), scale=layer.weight_scale.data) for layer in layers]
+
+
+@adapter("B78")
+def online_fused(i):
+    return online("Fp8PtpcOnlineLinearMethod", i["w"], widths=i["widths"]).dequantize()
+
+
+def online(method: str, weight: Tensor, widths: list[int] | None = None, **parallel: Any) -> Any:
+    """A layer that has taken `weight` (N, K), whole, through an online method."""
+    from fpk import methods
+
+    rows, cols = weight.shape
+    with torch.device(weight.device), torch.no_grad():
+        layer = methods.Linear(
+            cols, widths or rows, quant_method=getattr(methods, method)(), params_dtype=weight.dtype, **parallel
+        )
+        start = 0
+        for shard, width in enumerate(widths or [rows]):
+            part = weight[start : start + width]
+            layer.weight.weight_loader(layer.weight, part, *([shard] if widths else []))
+            start += width
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+# ---- load ------------------------------------------------------------------
+@adapter("B85", "B86", needs="fpk.methods.skip:is_layer_skipped")
+def layers_skipped(i):
+    from fpk.methods.skip import is_layer_skipped
+
+    answers: list[Any] = []
+    for layer in i["layers"]:
+        try:
+            answers.append(is_layer_skipped(layer, i["ignored"], i["fused"]))
+        except ValueError as error:
+            answers.append(error)
+    return answers
+
+
 # ---- runtime ---------------------------------------------------------------
 @adapter("B135", needs="op:mm_weight_only")
 def bf16_dot(i):
@@ -275,8 +334,40 @@ def fp32_operands(i):
 # Cases about something that fpk does not do: asking for it must raise.
 REFUSED = {"B138": fp32_operands}
 
+# Cases that fpk fails, and why; the test demands that they do, so that a row goes when the fault does.
+FAILING = {
+    "B63": "scaled_mm refuses K = 0 instead of returning zeros",
+    "B127": "a look-up without a table does not warn",
+}
+
 
 # ---- tune ------------------------------------------------------------------
+def cold_lookup(name: str, m: int, n: int, k: int) -> tuple[Any, Any]:
+    """The config of a call without any table, and the op's default."""
+    op = fpk.OPS["scaled_mm"]
+    codes = [torch.empty(rows, k, device="meta", dtype=torch.float8_e4m3fn) for rows in (m, n)]
+    scales = [torch.empty(rows, 1, device="meta") for rows in (m, n)]
+    with pretend(Device("sm90", name, "nv", 132)), fpk.use(Tables(MemorySource({}))):
+        return op.config_for(*codes, *scales), next(iter(op.configs(**op.bind(*codes, *scales))))
+
+
+@adapter("B127")
+def look_up_without_a_table(i):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        answers = [cold_lookup(i["device"], *i["key"][1:]) for _ in range(i["calls"])]
+    assert all(answer == answers[0] for answer in answers)
+    config, default = answers[0]
+    named = [w for w in caught if "scaled_mm" in str(w.message)]
+    return dict(config=i["default"] if config == default else config, warnings=len(named))
+
+
+@adapter("B131")
+def look_up_during_capture(i):
+    config, default = cold_lookup("H200", 16, 256, 256)
+    return i["default"] if config == default else config
+
+
 @adapter("B133")
 def compare_fp8(i):
     return [rel_error(a, b) <= 1e-2 for a, b in i["pairs"]]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapters import ADAPTERS, REFUSED, WAITING, exists
+from adapters import ADAPTERS, FAILING, REFUSED, WAITING, exists
 from cases_open import CASES
 from torch import Tensor
 
@@ -10,6 +10,13 @@ ON_GPU = torch.cuda.is_available()
 BY_ID = {c["id"]: c for c in CASES}
 
 adapted = pytest.mark.parametrize("case", [c for c in CASES if c["id"] in ADAPTERS], ids=lambda c: c["id"])
+
+
+def answer(case, inputs):
+    try:
+        return to_cpu(ADAPTERS[case["id"]](to_device(inputs)))
+    except Exception as error:  # an error is an answer; the check says whether it is a right one
+        return error
 
 
 def to_device(value):
@@ -35,16 +42,14 @@ def to_cpu(value):
 @adapted
 def test_case(case):
     inputs = case["make_inputs"]()
-    try:
-        out = to_cpu(ADAPTERS[case["id"]](to_device(inputs)))
-    except Exception as error:  # an error is an answer; the check says whether it is a right one
-        out = error
+    out = answer(case, inputs)
     try:
         case["check"](out, inputs)
     except Exception as failure:
-        if isinstance(out, Exception):
-            raise failure from out
-        raise
+        if case["id"] in FAILING:
+            pytest.xfail(FAILING[case["id"]])
+        raise failure from (out if isinstance(out, Exception) else None)
+    assert case["id"] not in FAILING, f"passes now: take {case['id']} from FAILING"
 
 
 @adapted
