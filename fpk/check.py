@@ -128,7 +128,10 @@ def rel_error(out: Tensor, expected: Tensor) -> float:
 
 
 def assert_close(out: object, expected: object, tol: float, what: str = "out") -> None:
-    """Shape, dtype and strides equal; values bit-equal if `tol` is 0, else `rel_error` at most `tol`."""
+    """Shape, dtype and strides equal; values bit-equal if `tol` is 0, else `rel_error` at most `tol`.
+
+    Integers are bit-equal in any case, except int8, which holds quantized values.
+    """
     if isinstance(out, (tuple, list)):
         assert isinstance(expected, (tuple, list)) and len(out) == len(expected), f"{what}: number of outputs differs"
         for i, (o, e) in enumerate(zip(out, expected, strict=True)):
@@ -140,7 +143,7 @@ def assert_close(out: object, expected: object, tol: float, what: str = "out") -
     if out.numel():
         strides = [(s, t) for s, t, n in zip(out.stride(), expected.stride(), out.shape, strict=True) if n > 1]
         assert all(s == t for s, t in strides), f"{what}: strides {out.stride()}, expected {expected.stride()}"
-    if tol == 0 or not out.dtype.is_floating_point:
+    if tol == 0 or not (out.dtype.is_floating_point or out.dtype is torch.int8):
         wrong = bits(out) != bits(expected)
         if out.dtype.is_floating_point and out.element_size() > 1:  # NaN payloads are nobody's contract
             wrong &= ~(out.isnan() & expected.isnan())
