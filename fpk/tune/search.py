@@ -1,0 +1,151 @@
+"""Which candidate to try next: seeds, then rounds guided by a model of the times so far, then the neighbours of the best.
+
+Everything is deterministic: equal times are ordered by the candidates' own order, random numbers come from a seed.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Config = dict[str, Any]
+
+
+class Search:
+    """Ask for batches of candidate numbers, tell their times (None for one that failed).
+
+    Args:
+        candidates: all configs, the default first.
+        seeds: numbers to try first, the most promising first (neighbours' and siblings' winners); the default is added.
+        budget: how many candidates may be tried in all.
+        batch: how many are asked for at once (they compile in parallel).
+    """
+
+    def __init__(
+        self, candidates: Sequence[Config], seeds: Sequence[int] = (), budget: int = 100, batch: int = 8, seed: int = 0
+    ) -> None:
+        self.candidates = list(candidates)
+        self.budget = min(budget, len(self.candidates))
+        self.batch = batch
+        self.us: dict[int, float | None] = {}
+        self._random = random.Random(seed)
+        self._seed = seed
+        self._features = features(self.candidates)
+        self._queue = list(dict.fromkeys([0, *seeds]))[: self.budget] if self.candidates else []
+        self._warm = len(self._queue) > 1
+        if self.budget >= len(self.candidates):
+            self._queue = list(dict.fromkeys([*self._queue, *range(len(self.candidates))]))
+        elif not self._warm:
+            self._queue += [i for i in self._spread(min(self.budget // 4, 24)) if i not in self._queue]
+
+    def ask(self) -> list[int]:
+        """The next candidates to try; [] when the search is over."""
+        left = self.budget - len(self.us)
+        if left <= 0:
+            return []
+        queued = [i for i in self._queue if i not in self.us][: min(self.batch, left)]
+        if queued:
+            return queued
+        untried = [i for i in range(len(self.candidates)) if i not in self.us]
+        polish = left <= max(self.budget // 4, self.batch)
+        chosen = self._neighbours(untried)[: left if polish else 2]
+        for i in self._promising(untried):
+            if len(chosen) >= min(self.batch, left):
+                break
+            if i not in chosen:
+                chosen.append(i)
+        return chosen[: min(self.batch, left)]
+
+    def tell(self, number: int, us: float | None) -> None:
+        self.us[number] = us
+
+    def ranking(self) -> list[int]:
+        """Numbers of those that ran, fastest first."""
+        return sorted((i for i, us in self.us.items() if us is not None), key=lambda i: (self.us[i], i))
+
+    def _spread(self, n: int) -> list[int]:
+        """A random start that covers the space: each next one is the farthest of a few draws from those chosen."""
+        chosen = [0]
+        everyone = list(range(1, len(self.candidates)))
+        for _ in range(n):
+            draws = self._random.sample(everyone, min(8, len(everyone)))
+            near = [float((self._features[i] - self._features[chosen]).abs().sum(-1).min()) for i in draws]
+            chosen.append(draws[max(range(len(draws)), key=lambda d: (near[d], -draws[d]))])
+        return chosen[1:]
+
+    def _neighbours(self, untried: list[int]) -> list[int]:
+        """Untried candidates next to the best three, nearest first."""
+        best = self.ranking()[:3]
+        if not best or not untried:
+            return []
+        distance = (self._features[untried][:, None] - self._features[best][None]).abs().sum(-1)
+        nearest, owner = distance.min(1)
+        order = sorted(range(len(untried)), key=lambda i: (float(nearest[i]), int(owner[i]), untried[i]))
+        return [untried[i] for i in order if nearest[i] <= 1.5]
+
+    def _promising(self, untried: list[int]) -> list[int]:
+        """Untried candidates, those first that the model holds for fast; every fourth is drawn at random."""
+        worst = max((math.log(us) for us in self.us.values() if us), default=0.0)
+        tried = sorted(self.us)
+        times = [math.log(us) if (us := self.us[i]) else worst + 0.5 for i in tried]
+        if len(set(times)) < 4:
+            return self._random.sample(untried, len(untried))
+        score = predict(self._features[tried], torch.tensor(times), self._features[untried], self._seed)
+        order = [untried[i] for i in sorted(range(len(untried)), key=lambda i: (float(score[i]), untried[i]))]
+        strays = self._random.sample(untried, len(untried) // 4)
+        mixed = []
+        for n, i in enumerate(order):
+            mixed.append(i)
+            if n % 4 == 2 and strays and not self._warm:
+                mixed.append(strays.pop())
+        return list(dict.fromkeys(mixed))
+
+
+def features(candidates: Sequence[Config]) -> torch.Tensor:
+    """One row per config: log2 of numbers, one column per word; a step in one field is a distance of about 1."""
+    names = sorted({n for c in candidates for n in c})
+    columns: list[list[float]] = []
+    for name in names:
+        values = [c.get(name) for c in candidates]
+        if len(set(map(repr, values))) == 1:
+            continue
+        numbers = [v for v in values if v is not None]
+        if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in numbers) and all(
+            v > 0 for v in numbers
+        ):
+            logs = [math.log2(v) for v in numbers]
+            middle = sum(logs) / len(logs)
+            columns.append([middle if v is None else math.log2(v) for v in values])
+        else:
+            for word in sorted({repr(v) for v in values})[1:]:
+                columns.append([float(repr(v) == word) for v in values])
+    return torch.tensor(columns or [[0.0] * len(candidates)]).T.contiguous()
+
+
+def predict(x: torch.Tensor, y: torch.Tensor, at: torch.Tensor, seed: int) -> torch.Tensor:
+    """Log-times expected at `at`: by a random forest where scikit-learn is there, else by ridge regression on squares."""
+    try:
+        from sklearn.ensemble import ExtraTreesRegressor
+    except ImportError:
+        return _ridge(x, y, at)
+    forest = ExtraTreesRegressor(n_estimators=64, min_samples_leaf=1, random_state=seed, n_jobs=1)
+    forest.fit(x.numpy(), y.numpy())
+    trees = torch.stack([torch.from_numpy(tree.predict(at.numpy())) for tree in forest.estimators_])
+    return trees.mean(0) - trees.std(0)  # optimism where the trees disagree: that is where something is to be learned
+
+
+def _ridge(x: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    middle, spread = x.mean(0), x.std(0).clamp(min=0.5)
+    a, b = _squares((x - middle) / spread), _squares((at - middle) / spread)
+    penalty = 0.3 * torch.eye(a.shape[1], dtype=torch.float64)
+    penalty[0, 0] = 1e-6
+    weights = torch.linalg.solve(a.T @ a + penalty, a.T @ y.double())
+    return b @ weights
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    i, j = torch.triu_indices(x.shape[1], x.shape[1])
+    return torch.cat([torch.ones(len(x), 1, dtype=torch.float64), x, x[:, i] * x[:, j]], 1)
