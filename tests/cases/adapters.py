@@ -336,7 +336,6 @@ REFUSED = {"B138": fp32_operands}
 
 # Cases that fpk fails, and why; the test demands that they do, so that a row goes when the fault does.
 FAILING = {
-    "B63": "scaled_mm refuses K = 0 instead of returning zeros",
     "B127": "a look-up without a table does not warn",
 }
 

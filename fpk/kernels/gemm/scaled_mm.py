@@ -27,7 +27,6 @@ from fpk.check import (
     expect_dtype,
     expect_fp8_matmul,
     expect_inner_contiguous,
-    expect_not_empty,
     expect_one_of,
     expect_rank,
     expect_shape,
@@ -49,8 +48,8 @@ def reference(
     fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     if a.dtype is torch.int8:
-        # 1024 products of at most 2^14 sum exactly in fp32
-        pieces = [(a[:, k : k + 1024].float() @ b[:, k : k + 1024].float().T).long() for k in range(0, a.shape[1], 1024)]
+        K = a.shape[1]  # 1024 products of at most 2^14 sum exactly in fp32
+        pieces = [(a[:, k : k + 1024].float() @ b[:, k : k + 1024].float().T).long() for k in range(0, max(K, 1), 1024)]
         total = sum(pieces[1:], pieces[0])
         if zero_point_a is not None and colsum_b is not None:
             total = total - zero_point_a.long() * colsum_b.long()
@@ -71,7 +70,6 @@ def check(
     expect_dtype("scaled_mm.a", a, *FP8, torch.int8)
     expect_dtype("scaled_mm.b", b, a.dtype)
     expect_shape("scaled_mm.b", b, (N, K))
-    expect_not_empty("scaled_mm.a", a, 1)
     for name, tensor in (("a", a), ("b", b)):
         expect_inner_contiguous(f"scaled_mm.{name}", tensor)
     expect_shape("scaled_mm.scale_a", scale_a, (M, 1), (1, 1))
@@ -278,9 +276,9 @@ def legal(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch
     stages = max(1, config["num_stages"] - 1) if device.arch.startswith("gfx") else config["num_stages"]
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     if config["kernel"] == "persistent":
-        # a descriptor wants 16-byte aligned bases and rows, and at least one row
+        # a descriptor wants 16-byte aligned bases and rows, and at least one element
         aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in (a, b))
-        if not aligned or (b.shape[0] * out_dtype.itemsize) % 16 != 0 or 0 in (a.shape[0], b.shape[0]):
+        if not aligned or (b.shape[0] * out_dtype.itemsize) % 16 != 0 or 0 in (*a.shape, *b.shape):
             return False
         buffers += config["BLOCK_M"] * config["BLOCK_N"] * out_dtype.itemsize
     return buffers + 1024 <= device.shared_limit
@@ -337,7 +335,7 @@ def inputs(
 @op(
     reference=reference, check=check, inputs=inputs, tol=tolerance,
     domain=dict(
-        M=(0, 1, 5, 16, 33, 70), N=(1, 16, 33, 80), K=(1, 16, 100, 128, 272),
+        M=(0, 1, 5, 16, 33, 70), N=(1, 16, 33, 80), K=(0, 1, 16, 100, 128, 272),
         a_granularity=("token", "tensor"), b_granularity=("channel", "tensor"), bias=(False, True),
         zero_point=(False, True), fast_accum=(False, True), dtype=(torch.float8_e4m3fn, torch.int8, torch.float8_e5m2),
         out_dtype=FLOAT_INPUTS, kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
@@ -354,7 +352,7 @@ def scaled_mm(
     zero_point_a: Tensor | None = None, colsum_b: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False, *, config: Config,
 ) -> Tensor:  # fmt: skip
-    """Multiply quantized activations by quantized weights, scales constant along K.
+    """Multiply quantized activations by quantized weights, scales constant along K. K = 0 gives zeros, or the bias.
 
     Args:
         a: (M, K) activations, an fp8 type or int8, rows contiguous.
