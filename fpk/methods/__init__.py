@@ -12,9 +12,13 @@ _NAMES = {
     "LinearMethod": "base",
     "RoutedExperts": "base",
     "UnquantizedLinearMethod": "base",
+    "Fp8Config": "config",
+    "Fp8LinearMethod": "fp8",
+    "Fp8PerBlockOnlineLinearMethod": "online",
     "Fp8PerTensorOnlineLinearMethod": "online",
     "Fp8PtpcOnlineLinearMethod": "online",
     "Int8PtpcOnlineLinearMethod": "online",
+    "is_layer_skipped": "skip",
     "pre_processed_weights": "loading",
     "use_reduce_max": "parallel",
 }

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpk.formats import E8M0
 from fpk.methods.parameter import Layout, ShardId, attributes_of, name_of
 
 _pre_processed: ContextVar[bool] = ContextVar("fpk_pre_processed_weights", default=False)
@@ -116,6 +117,8 @@ class Streaming(Loading):
             return super().receive(layer, loader, loaded, args, kwargs)
         with _Writes() as writes:
             loader.load(self.templates[loader.name], loaded, *args, **kwargs)
+        if not writes.regions:
+            return  # a shard without rows
         self.filled.setdefault(loader.name, {}).update(writes.regions)
         self.pending.append((loader, loaded, args, kwargs))
         if not self.missing():
@@ -161,7 +164,7 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name in ("aten::copy_", "aten::fill_") and args[0].is_meta:
+        if name in ("aten::copy_", "aten::fill_") and args[0].is_meta and args[0].numel():
             target = args[0]
             self.regions[(target.storage_offset(), target.shape, target.stride())] = target.numel()
         return func(*args, **(kwargs or {}))
@@ -187,21 +190,27 @@ class Staging(Loading):
             return super().receive(layer, loader, loaded, args, kwargs)
         loader.load(self._stage(layer, loader.name), loaded, *args, **kwargs)
 
-    def take(self, layer: nn.Module) -> dict[str, Tensor]:
-        """What has been loaded since the last time, in its form on disk; empty if nothing."""
-        if not self.processed:
-            taken = {n: p for n, p in layer._parameters.items() if n in self.forms and p is not None}
-        else:
-            taken, self.staged = self.staged, {}
+    def loaded(self, layer: nn.Module) -> dict[str, Tensor]:
+        """What has been loaded since `done`, in its form on disk; empty if nothing."""
+        parameters = self.staged if self.processed else layer._parameters
+        return {n: p.data for n, p in parameters.items() if n in self.forms and p is not None}
+
+    def done(self) -> None:
+        """What has been loaded is processed."""
         self.processed = True
-        return {n: p.data for n, p in taken.items()}
+        self.staged.clear()
 
     def _stage(self, layer: nn.Module, name: str) -> nn.Parameter:
         if name not in self.staged:
             live = layer._parameters[name]
             assert live is not None
             shape, dtype, fill = self.forms[name]
-            data = live.data.view(dtype) if fill is None else torch.full(shape, fill, device=live.device).to(dtype)
+            if fill is None:
+                data = live.data.view(dtype)
+            elif dtype.itemsize == 1:
+                data = torch.full(shape, E8M0.nan_code, dtype=torch.uint8, device=live.device).view(dtype)
+            else:
+                data = torch.full(shape, fill, dtype=dtype, device=live.device)
             self.staged[name] = nn.Parameter(data, requires_grad=False)
             self.staged[name].__dict__.update(attributes_of(live))
         return self.staged[name]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fpk.check import FLOAT_INPUTS, expect_valid_scale, fp8_dtype, has_fp8_units
 from fpk.kernels.quant.dequantize import dequantize
+from fpk.kernels.quant.quantize_fp8_block import quantize_fp8_block
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
 from fpk.kernels.quant.quantize_fp8_tensor import quantize_fp8_tensor
 from fpk.kernels.quant.quantize_fp8_token import quantize_fp8_token
@@ -20,15 +21,23 @@ from fpk.kernels.quant.quantize_int8_static import quantize_int8_static
 from fpk.kernels.quant.quantize_int8_token import quantize_int8_token
 from fpk.methods.base import QuantizedLinearMethod, add_parameter, store_sizes
 from fpk.methods.loading import Streaming
-from fpk.methods.parallel import reduce_weight_scale
-from fpk.methods.parameter import Weight, name_of, replace
-from fpk.methods.products import fp8_product, int8_product
+from fpk.methods.parallel import is_column_sharded, is_row_sharded, reduce_max, reduce_weight_scale
+from fpk.methods.parameter import Blocks, Weight, cdiv, name_of, replace
+from fpk.methods.products import (
+    dequantize_blocks,
+    fp8_block_product,
+    fp8_product,
+    int8_product,
+    note_units,
+    weight_only_product,
+)
 
 
 class OnlineLinearMethod(QuantizedLinearMethod):
     """Streams an unquantized weight in and quantizes it; subclasses say how, and what they keep."""
 
     uses_meta_device = True
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, for methods with block scales
 
     def create_weights(
         self, layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
@@ -37,6 +46,8 @@ class OnlineLinearMethod(QuantizedLinearMethod):
         cut = store_sizes(
             layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
         )
+        if self.block is not None:
+            layer.weight_block_size, layer.blocks = list(self.block), Blocks(cut, self.block)
         device = torch.empty(0).device  # the default device at this moment
         self.check_device(layer, device)
         data = torch.empty(cut.N, cut.K, dtype=params_dtype, device="meta")
@@ -98,13 +109,21 @@ class Fp8PerTensorOnlineLinearMethod(OnlineLinearMethod):
         return {"weight": codes, "weight_scale": scale.view(1)}
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        return fp8_product(x, layer.weight, layer.weight_scale.view(1, 1), bias)
+        scale = layer.weight_scale.view(1, 1)
+        return (
+            weight_only_product(x, layer.weight, scale, bias)
+            if layer.weight_only
+            else fp8_product(x, layer.weight, scale, bias)
+        )
+
+    def moved(self, layer: Any) -> None:
+        note_units(layer)
 
     def dequantize(self, layer: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return dequantize(layer.weight, layer.weight_scale.view(1, 1), out_dtype=dtype)
 
     def scheme(self, layer: Any) -> str:
-        return "fp8_tensor:fp8_token"
+        return "fp8_tensor:none" if layer.weight_only else "fp8_tensor:fp8_token"
 
 
 class Fp8PtpcOnlineLinearMethod(OnlineLinearMethod):
@@ -133,6 +152,72 @@ class Fp8PtpcOnlineLinearMethod(OnlineLinearMethod):
 
     def scheme(self, layer: Any) -> str:
         return "fp8_channel:fp8_token"
+
+
+class Fp8PerBlockOnlineLinearMethod(OnlineLinearMethod):
+    """FP8 weights with a scale per 128 x 128 block; activations per group of 128.
+
+    Every logical shard has its own grid of blocks, as serialized checkpoints have, anchored at the shard's first row.
+    Ranks may cut anywhere: blocks that several of them share get one scale.
+    """
+
+    block = (128, 128)
+
+    def quantize_weight(self, layer: Any, weight: Tensor) -> dict[str, Tensor]:
+        codes, scale = quantize_blocks(layer, weight)
+        return {"weight": codes, "weight_scale_inv": scale}
+
+    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        return fp8_block_product(x, layer.weight, layer.weight_scale_inv, layer.blocks, bias, layer.weight_only)
+
+    def moved(self, layer: Any) -> None:
+        note_units(layer)
+
+    def dequantize(self, layer: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return dequantize_blocks(layer.weight, layer.weight_scale_inv, layer.blocks, dtype)
+
+    def scheme(self, layer: Any) -> str:
+        return f"fp8_block128:{'none' if layer.weight_only else 'fp8_group128'}"
+
+
+def quantize_blocks(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (N, K) and scales in the grid of `layer.blocks` of a weight, each shard by its own blocks."""
+    blocks: Blocks = layer.blocks
+    cut, (height, width), dtype = blocks.cut, blocks.block, fp8_dtype(weight.device)
+    shared = (is_column_sharded(layer) and any(w % height for w in cut.widths)) or (
+        is_row_sharded(layer) and cut.K % width > 0
+    )
+    if not shared and blocks.rows == height:
+        return quantize_fp8_block(weight, height, width, dtype=dtype)
+    codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    scale = torch.empty(blocks.shape, dtype=torch.float32, device=weight.device)
+    for i, rows in enumerate(cut.widths):
+        if rows == 0:
+            continue
+        top, left = cut.starts[i] % height, blocks.offset_k
+        # zeros up to where the first block would have begun: they change no maximum
+        part = weight.new_zeros(top + rows, left + cut.K)
+        part[top:, left:] = weight.narrow(0, cut.offsets[i], rows)
+        part_codes, part_scale = quantize_fp8_block(part, height, width, dtype=dtype)
+        if shared:
+            part_scale = _shared_scale(layer, i, part_scale)
+            part_codes = quantize_fp8_static(part, part_scale, height, width, dtype)
+        codes.view(torch.uint8).narrow(0, cut.offsets[i], rows).copy_(part_codes.view(torch.uint8)[top:, left:])
+        count = cdiv(blocks.offset_n + rows, blocks.rows)
+        at = (top - blocks.offset_n + blocks.rows * torch.arange(count, device=weight.device)) // height
+        scale.narrow(0, cut.offsets[i] // blocks.rows, count).copy_(part_scale[at])
+    return codes, scale
+
+
+def _shared_scale(layer: Any, shard: int, scale: Tensor) -> Tensor:
+    """This rank's block scales of a shard after the maximum over the ranks, each block at its place in the whole."""
+    cut, (height, width) = layer.blocks.cut, layer.blocks.block
+    whole = scale.new_zeros(cdiv(cut.full_widths[shard], height), cdiv(cut.full_K, width))
+    here = whole[cut.starts[shard] // height :, cut.k_start // width :][: scale.shape[0], : scale.shape[1]]
+    here.copy_(scale)
+    whole = reduce_max(whole, layer.tp_size, getattr(layer, "tp_group", None), f"{name_of(layer)}.weight_scale_inv")
+    here = whole[cut.starts[shard] // height :, cut.k_start // width :]
+    return here[: scale.shape[0], : scale.shape[1]].contiguous()
 
 
 class Int8PtpcOnlineLinearMethod(OnlineLinearMethod):

@@ -183,6 +183,18 @@ class Blocks:
     def shape(self) -> tuple[int, int]:
         return cdiv(self.offset_n + self.cut.N, self.rows), cdiv(self.offset_k + self.cut.K, self.cols)
 
+    @property
+    def begins_inside(self) -> bool:
+        """Does the weight begin inside a block, so that `scale` does not start with a whole one?"""
+        return self.offset_n > 0 or self.offset_k > 0
+
+    def whole(self, scale: Tensor) -> tuple[Tensor, int, int]:
+        """The scales repeated for blocks (rows, columns), returned too, that begin where the weight does."""
+        rows, cols = math.gcd(self.rows, self.offset_n), math.gcd(self.cols, self.offset_k)
+        at_n = (self.offset_n + rows * torch.arange(cdiv(self.cut.N, rows), device=scale.device)) // self.rows
+        at_k = (self.offset_k + cols * torch.arange(cdiv(self.cut.K, cols), device=scale.device)) // self.cols
+        return scale[at_n][:, at_k], rows, cols
+
 
 @dataclass(frozen=True)
 class BlockScale:

@@ -4,12 +4,20 @@ x is (M, K) bf16 or fp16, weights are codes (N, K), results (M, N) in x's dtype.
 GPUs without FP8 units.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from fpk.check import has_fp8_units
 from fpk.kernels.gemm.scaled_mm import scaled_mm
+from fpk.kernels.quant.dequantize import dequantize
+from fpk.kernels.quant.quantize_fp8_group import quantize_fp8_group
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
 from fpk.kernels.quant.quantize_fp8_token import quantize_fp8_token
 from fpk.kernels.quant.quantize_int8_token import quantize_int8_token
+from fpk.methods.parameter import Blocks
+from fpk.op import OPS
 
 
 def fp8_product(
@@ -34,3 +42,37 @@ def int8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
     """INT8 weights with scale (N, 1) times activations quantized per token."""
     codes, scale_a = quantize_int8_token(x)
     return scaled_mm(codes, weight, scale_a, scale, bias, out_dtype=x.dtype)
+
+
+def weight_only_product(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, rows: int = -1, cols: int = -1
+) -> Tensor:
+    """Codes with a scale per (rows, cols), -1 for the full extent, times x as it is."""
+    return OPS["mm_weight_only"](x, weight, scale, rows=rows, cols=cols, bias=bias)
+
+
+def fp8_block_product(
+    x: Tensor, weight: Tensor, scale: Tensor, blocks: Blocks, bias: Tensor | None = None, weight_only: bool = False
+) -> Tensor:
+    """FP8 weights with block scales times activations quantized per group of the block's columns."""
+    if weight_only:
+        rows, cols = blocks.rows, blocks.cols
+        if blocks.begins_inside:
+            scale, rows, cols = blocks.whole(scale)
+        return weight_only_product(x, weight, scale, bias, rows, cols)
+    codes, scale_a = quantize_fp8_group(x, blocks.cols, dtype=weight.dtype)
+    return OPS["scaled_mm_group"](
+        codes, weight, scale_a, scale, group=blocks.cols, block_rows=blocks.rows, block_cols=blocks.cols, bias=bias,
+        offset_n=blocks.offset_n, offset_k=blocks.offset_k, out_dtype=x.dtype,
+    )  # fmt: skip
+
+
+def dequantize_blocks(weight: Tensor, scale: Tensor, blocks: Blocks, dtype: torch.dtype) -> Tensor:
+    """Values (N, K) of codes with block scales."""
+    scale, rows, cols = blocks.whole(scale)
+    return dequantize(weight, scale, rows=rows, cols=cols, out_dtype=dtype)
+
+
+def note_units(layer: Any) -> None:
+    """Keep on the layer whether its device lacks FP8 units: `apply` is traced, and may not ask."""
+    layer.weight_only = not has_fp8_units(layer.weight.device)

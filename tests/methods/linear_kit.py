@@ -46,7 +46,7 @@ def token_rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor
 
 
 class Ranks:
-    """Threads as ranks. One runs at a time (the interpreter is not thread-safe), except while all wait for a maximum."""
+    """Threads as ranks. One runs at a time, as the interpreter wants it, except while all wait for a maximum."""
 
     def __init__(self, count: int) -> None:
         self.count = count

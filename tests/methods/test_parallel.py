@@ -6,6 +6,7 @@ from linear_kit import Ranks, loaded, random_weight, random_x
 
 from fpk.check import assert_close, bits
 from fpk.methods import (
+    Fp8PerBlockOnlineLinearMethod,
     Fp8PerTensorOnlineLinearMethod,
     Fp8PtpcOnlineLinearMethod,
     Int8PtpcOnlineLinearMethod,
@@ -16,6 +17,7 @@ from fpk.methods.parallel import reduce_max
 pytestmark = pytest.mark.usefixtures("references")
 
 TENSOR, PTPC, INT8 = Fp8PerTensorOnlineLinearMethod, Fp8PtpcOnlineLinearMethod, Int8PtpcOnlineLinearMethod
+BLOCK = Fp8PerBlockOnlineLinearMethod
 every_method = pytest.mark.parametrize("method", (TENSOR, PTPC, INT8), ids=lambda m: m.__name__)
 every_count = pytest.mark.parametrize("count", (2, 4, 8))
 
@@ -28,10 +30,10 @@ def shards() -> list[torch.Tensor]:
     return [random_weight(n, K, seed=n + i) for i, n in enumerate(WIDTHS)]
 
 
-def rows_of(rank: int, count: int) -> list[int]:
+def rows_of(rank: int, count: int, widths: tuple[int, ...] = WIDTHS) -> list[int]:
     """Rows of the fused weight that a rank holds if the output is cut."""
     rows, offset = [], 0
-    for width in WIDTHS:
+    for width in widths:
         part = width // count
         rows += range(offset + rank * part, offset + (rank + 1) * part)
         offset += width
@@ -79,6 +81,41 @@ def test_sum_of_row_parallel_outputs_is_the_product(method):
     x = random_x(5, K)
     total = sum(layer(part.contiguous()).float() for layer, part in zip(layers, x.chunk(4, dim=-1), strict=True))
     assert_close(total, x.float() @ torch.cat(shards()).float().T, 0.05)
+
+
+@every_count
+@pytest.mark.parametrize("split", ("column", "row"))
+@pytest.mark.parametrize(
+    ("k", "widths"),
+    (
+        (2048, (2048, 1024, 1024)),  # cuts at blocks, whatever the number of ranks
+        (1152, (576, 192, 192)),  # cuts inside blocks
+        (320, (384,)),
+        (320, (192, 64, 0)),
+    ),
+    ids=str,
+)
+def test_block_scales_are_those_of_a_single_device(count, split, k, widths):
+    def weights():
+        return [random_weight(n, k, seed=n + i) for i, n in enumerate(widths)]
+
+    def build(rank, count=count, split=split):
+        layer = Linear(k, widths, quant_method=BLOCK(), split=split, tp_size=count, tp_rank=rank, prefix="p")
+        return loaded(layer, weights())
+
+    whole = build(0, 1, None)
+    ranks = Ranks(count)
+    aligned = k // count % 128 == 0 if split == "row" else all(w // count % 128 == 0 for w in widths)
+    for rank, layer in enumerate(ranks.run(build)):
+        if split == "column":
+            rows = rows_of(rank, count, widths)
+            assert torch.equal(bits(layer.weight), bits(whole.weight)[rows])
+            assert_close(layer.dequantize(), whole.dequantize()[rows], 0.0)
+        else:
+            columns = slice(rank * k // count, (rank + 1) * k // count)
+            assert torch.equal(bits(layer.weight), bits(whole.weight)[:, columns])
+            assert_close(layer.dequantize(), whole.dequantize()[:, columns].contiguous(), 0.0)
+    assert ranks.reductions == [0 if aligned else sum(w > 0 for w in widths)] * count
 
 
 def test_a_replicated_layer_reduces_nothing():
