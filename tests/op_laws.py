@@ -3,6 +3,8 @@
 `test_ops.py` runs them over OPS, `test_planted.py` over wrong kernels.
 """
 
+import itertools
+
 import guarded
 import torch
 from hypothesis import strategies as st
@@ -22,6 +24,38 @@ def any_case(draw, op: Op):
     case = {name: draw(st.sampled_from(tuple(values))) for name, values in op.domain.items()}
     growth = draw(st.sampled_from(GROWTH))
     return {n: v * growth if n in SIZES else v for n, v in case.items()}
+
+
+def pairwise(op: Op) -> list[dict]:
+    """Cases in which every two values of every two entries of the domain occur together: few, and the same each time.
+
+    Sizes of 0 come once each, apart: they would empty the cases that they share.
+    """
+    domain = {n: [v for v in values if not (n in SIZES and v == 0)] for n, values in op.domain.items()}
+    names = list(domain)
+    waiting = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(names)), 2)
+        for a in range(len(domain[names[i]]))
+        for b in range(len(domain[names[j]]))
+    }
+    cases = []
+    while waiting:
+        i, a, j, b = min(waiting)
+        chosen = {i: a, j: b}
+        for k in range(len(names)):
+            if k not in chosen:
+                news = [
+                    sum(((p, q, k, v) if p < k else (k, v, p, q)) in waiting for p, q in chosen.items())
+                    for v in range(len(domain[names[k]]))
+                ]
+                # among equals, another one for every case
+                most = [v for v, n in enumerate(news) if n == max(news)]
+                chosen[k] = most[len(cases) % len(most)]
+        waiting -= {(p, chosen[p], q, chosen[q]) for p, q in itertools.combinations(sorted(chosen), 2)}
+        cases.append({names[k]: domain[names[k]][v] for k, v in sorted(chosen.items())})
+    empty = [middle(op) | {n: 0} for n in SIZES if 0 in op.domain.get(n, ())]
+    return cases + empty
 
 
 def middle(op: Op) -> dict:
@@ -46,8 +80,11 @@ def check_reference(op: Op, case: dict) -> None:
 
 def check_config(op: Op, case: dict, pick: int) -> None:
     args = make(op, case)
-    configs = legal_configs(op, args)
-    config = configs[pick % len(configs)]
+    by_kernel: dict[str, list[dict]] = {}
+    for config in legal_configs(op, args):
+        by_kernel.setdefault(config.get("kernel", ""), []).append(config)
+    configs = list(by_kernel.values())[pick % len(by_kernel)]  # as often the kernel with few candidates
+    config = configs[pick // len(by_kernel) % len(configs)]
     assert_close(
         op.launch(**args, config=config), op.reference(**args), op.tolerance(op.bind(**args)), f"out of {config}"
     )

@@ -12,6 +12,7 @@ from op_laws import (
     check_without_fp8_units,
     make,
     middle,
+    pairwise,
 )
 
 from fpk.check import assert_close
@@ -27,6 +28,14 @@ def test_matches_reference(op, launches):
         check_reference(op, case)
 
     law()
+    assert launches() > 0
+
+
+@every_op
+def test_every_pair_of_options(op, launches):
+    for pick, case in enumerate(pairwise(op)):
+        check_reference(op, case)
+        check_config(op, case, 7919 * pick)
     assert launches() > 0
 
 

@@ -37,6 +37,41 @@ PLANTS = [
         "amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=1)) * 1.0000001",
     ),
     Plant("quantize_fp8_token", "stack index dropped", "rows = e * M + offs_m", "rows = offs_m", 2),
+    Plant("quantize_fp8_tensor", "dropped scale", "tl.math.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + scale)", "x"),
+    Plant(
+        "quantize_fp8_tensor", "no zero guard",
+        "tl.maximum(tl.math.div_rn(total_amax(key_ptr, e, parts, BLOCK_P), QMAX), 1 / (512 * QMAX))",
+        "tl.math.div_rn(total_amax(key_ptr, e, parts, BLOCK_P), QMAX)",
+    ),
+    Plant(
+        "quantize_fp8_tensor", "first matrix's maximum for all", "total_amax(key_ptr, e,", "total_amax(key_ptr, 0,",
+    ),
+    Plant("quantize_fp8_tensor", "scales of a stack unwritten", "tl.store(scale_ptr + e, scale)",
+          "tl.store(scale_ptr, scale)"),
+    Plant("quantize_fp8_tensor", "padding rows unquantized", "(offs_m < M)[:, None]", "(offs_m < M - 1)[:, None]"),
+    Plant("dequantize", "dropped scale", "(value * scale)", "(value)"),
+    Plant("dequantize", "groups along K ignored", "(offs_k * 0 if COLS == -1 else offs_k // COLS)", "(offs_k * 0)"),
+    Plant("dequantize", "groups along M ignored", "(offs_m * 0 if ROWS == -1 else offs_m // ROWS)", "(offs_m * 0)"),
+    Plant("dequantize", "zero point added", "value -= zero", "value += zero"),
+    Plant("dequantize", "tail off by one", "(offs_k < K)[None, :]", "(offs_k < K + 1)[None, :]"),
+    Plant("dequantize", "NaN codes are numbers", "decode_fp8(code, MANTISSA, BIAS, NAN_CODE, IEEE)",
+          "decode_fp8(code, MANTISSA, BIAS, 0, False)"),
+    Plant(
+        "dequantize", "missing other", "mask=mask, other=0)\n    if E8M0:\n        scale = decode_e8m0(scale)",
+        "mask=mask & (offs_k < K - 1)[None, :])\n    if E8M0:\n        scale = decode_e8m0(scale)",
+    ),
+    Plant("scaled_mm", "dropped scale", "out *= tl.load(scale_b_ptr", "tl.load(scale_b_ptr"),
+    Plant("scaled_mm", "missing other in the tail of K", "mask=mask_k, other=0.0)", "mask=mask_k)", 2),
+    Plant(
+        "scaled_mm", "wrong axis of the weight's scale",
+        "tl.load(scale_b_ptr + offs_n * stride_sb, mask=mask_n, other=0.0)[None, :]",
+        "tl.load(scale_b_ptr + offs_m * stride_sb, mask=mask_m, other=0.0)[:, None]",
+    ),
+    Plant("scaled_mm", "zero point added", "acc -= zero[:, None]", "acc += zero[:, None]"),
+    Plant("scaled_mm", "last row unwritten", "mask_m[:, None] & mask_n[None, :]",
+          "(offs_m < M - 1)[:, None] & mask_n[None, :]"),
+    Plant("scaled_mm", "a part of the split lost", "for _ in range(1, SPLIT_K)", "for _ in range(2, SPLIT_K)"),
+    Plant("scaled_mm", "bias dropped", "if bias_ptr is not None:", "if False:"),
 ]  # fmt: skip
 
 PLANTED_OPS = sorted({p.op for p in PLANTS})

@@ -2,8 +2,8 @@
 
     out[m, n] = scale_a[m] * scale_b[n] * (sum_k a[m, k] * b[n, k] - zero_point_a[m] * colsum_b[n]) + bias[n]
 
-A scale of shape (rows, 1) is per token for `a` and per channel for `b`; (1, 1) is per tensor; any mix. Scales that change
-along K: scaled_mm_group. FP8 products accumulate in fp32, INT8 products exactly in int32; the bias is added in fp32
+A scale of shape (rows, 1) is per token for `a` and per channel for `b`; (1, 1) is per tensor; any mix. Scales that
+change along K: scaled_mm_group. FP8 products accumulate in fp32, INT8 products exactly in int32; the bias is added in fp32
 before the single rounding to the output.
 
 Kernels: `tile`, pointers, one tile a program, runs everywhere (SWAP puts the weights on the matrix instruction's 64-row
@@ -189,8 +189,10 @@ def _reduce_kernel(
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     ptrs = part_ptr + offs_m[:, None] * N + offs_n[None, :]
     acc = tl.load(ptrs, mask=mask, other=0.0)
-    for part in range(1, SPLIT_K):
-        acc += tl.load(ptrs + part.to(tl.int64) * M * N, mask=mask, other=0.0)
+    step = M.to(tl.int64) * N
+    for _ in range(1, SPLIT_K):
+        ptrs += step
+        acc += tl.load(ptrs, mask=mask, other=0.0)
     out = _finish(
         acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
         offs_m, offs_n, M, N, stride_sa, stride_sb, stride_za,
@@ -363,8 +365,8 @@ def scaled_mm(
         zero_point_a: (M, 1) or (1, 1) int32 or None, int8 only; value = (code - zero_point) * scale.
         colsum_b: (N,) int32, sums of b's rows; needed with zero_point_a.
         out_dtype: bf16, fp16 or fp32.
-        fast_accum: let FP8 tensor cores accumulate by themselves (about 14 bits on sm90); False keeps the relative error
-            of a bf16 result below 1.8e-3 at K = 16384.
+        fast_accum: let FP8 tensor cores accumulate by themselves (about 14 bits on sm90); False keeps the relative
+            error of a bf16 result below 1.8e-3 at K = 16384.
 
     Returns:
         (M, N) of `out_dtype`.
