@@ -122,8 +122,6 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def _gcn_resources(asm: dict[str, Any]) -> tuple[int, int]:
     text = asm.get("amdgcn", "")
-    registers, scratch = (
-        re.search(r"\.vgpr_count:\s*(\d+)", text),
-        re.search(r"\.private_segment_fixed_size:\s*(\d+)", text),
-    )
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
+    scratch = re.search(r"\.private_segment_fixed_size:\s*(\d+)", text)
     return (int(registers[1]) if registers else -1), (int(scratch[1]) if scratch else -1)

@@ -49,7 +49,7 @@ def poisoned() -> Iterator[None]:
         def made(*args: Any, **kwargs: Any) -> Tensor:
             out = make(*args, **kwargs)
             if out.numel():
-                out.untyped_storage().fill_(0xFF)
+                originals["empty"](0, dtype=torch.uint8, device=out.device).set_(out.untyped_storage()).fill_(0xFF)
             return out
 
         return made

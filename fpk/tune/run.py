@@ -31,7 +31,7 @@ def default_options(**more: Any) -> Options:
     """For the GPUs that are here. Without one, kernels run in Triton's interpreter, timed by the wall clock."""
     if torch.cuda.is_available():
         return gpu_options(of(torch.device("cuda")), **more)
-    settings = {"env": {"TRITON_INTERPRET": "1"}, "trial_limit_s": 60.0} | more
+    settings: dict[str, Any] = {"env": {"TRITON_INTERPRET": "1"}, "trial_limit_s": 60.0} | more
     return Options("fpk.tune.executor:interpreter", of(torch.device("cpu")), **settings)
 
 
@@ -97,7 +97,7 @@ def frame(trials: Iterable[Trial]) -> pd.DataFrame:
 
 
 def write_tables(texts: Mapping[str, str], into: Path) -> list[Path]:
-    """Lay winner tables over those of a directory: new keys are added, re-measured ones replaced. Returns what changed."""
+    """Lay winner tables over a directory's: new keys are added, re-measured ones replaced. Returns what changed."""
     changed = []
     for path, text in sorted(texts.items()):
         target = into / path

@@ -1,4 +1,4 @@
-"""Which candidate to try next: seeds, then rounds guided by a model of the times so far, then the neighbours of the best.
+"""Which candidate to try next: seeds, then rounds guided by a model of the times so far, then the best's neighbours.
 
 Everything is deterministic: equal times are ordered by the candidates' own order, random numbers come from a seed.
 """
@@ -125,7 +125,7 @@ def features(candidates: Sequence[Config]) -> torch.Tensor:
 
 
 def predict(x: torch.Tensor, y: torch.Tensor, at: torch.Tensor, seed: int) -> torch.Tensor:
-    """Log-times expected at `at`: by a random forest where scikit-learn is there, else by ridge regression on squares."""
+    """Log-times expected at `at`: by randomised trees where scikit-learn is there, else by ridge on squares."""
     try:
         from sklearn.ensemble import ExtraTreesRegressor
     except ImportError:

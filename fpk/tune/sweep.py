@@ -1,5 +1,7 @@
-"""Tune many (op, case) pairs: seeds, search, finals, verdicts, all of it in the store so that a killed sweep resumes."""
+"""Tune many (op, case) pairs: seeds, search, finals; all verdicts go to the store, so that a killed sweep resumes."""
 
+import dataclasses
+import json
 import os
 import queue
 import threading
@@ -16,7 +18,7 @@ from fpk.tune.lint import kernel_hash
 from fpk.tune.records import run_of
 from fpk.tune.search import Config, Search
 from fpk.tune.trials import Trial, TrialStore, canonical
-from fpk.tune.worker import Worker, run_all
+from fpk.tune.worker import Reply, Worker, run_all
 
 NOISY_PERCENT = 15.0
 
@@ -47,6 +49,7 @@ class Options:
     until: float = float("inf")  # time.monotonic() after which nothing new is begun
     seeds: bool = True
     candidates: Callable[[Op[..., Any], dict[str, Any]], list[Config]] | None = None
+    failures: dict[str, Reply] = field(default_factory=dict)  # by `binary_tag`: known not to compile
 
 
 class OutOfTime(Exception):
@@ -92,7 +95,7 @@ class CaseTuner:
         """Search and finals of one case; returns all its trials, those of earlier processes included."""
         options = self.options
         key = canonical(key_of(op, case, options.device))
-        same = dict(op=op.name, gpu=db.gpu_id(options.device), source=kernel_hash(op), key=key)
+        same: dict[str, Any] = dict(op=op.name, gpu=db.gpu_id(options.device), source=kernel_hash(op), key=key)
         if options.candidates is not None:
             candidates = options.candidates(op, case)
         else:
@@ -100,22 +103,29 @@ class CaseTuner:
         if not candidates:
             return []
         run = self.run(op)
-        template = Trial(**same, case=db.spell_case(case), config="", stage="screen", status="ok", run=run)
+        template = Trial(
+            **same, case=db.spell_case(case), config="", stage="screen", status="ok", run=run
+        )  # fmt: skip
         search = Search(
             candidates, self._seeds(op, key, candidates) if options.seeds else (), options.budget or len(candidates),
             options.batch,
         )  # fmt: skip
         known = {t.config: t for t in self.store.trials(**same, stage="screen")}
+        for config in candidates:
+            reply = options.failures.get(binary_tag(op, case, config))
+            if reply is not None and canonical(config) not in known:
+                known[canonical(config)] = trial = _trial(template, config, reply.status, {}, reply)
+                self.store.record(trial)
         while batch := search.ask():
             missing = [i for i in batch if canonical(candidates[i]) not in known]
             failed = self._compile(op, case, [candidates[i] for i in missing], template)
             known |= {t.config: t for t in failed}
             for i in batch:
-                config = canonical(candidates[i])
-                if config not in known:
+                text = canonical(candidates[i])
+                if text not in known:
                     self._check_time()
-                    known[config] = self._screen(op, case, candidates[i], template)
-                trial = known[config]
+                    known[text] = self._screen(op, case, candidates[i], template)
+                trial = known[text]
                 search.tell(i, trial.us if trial.status == "ok" else None)
         trials = [known[canonical(candidates[i])] for i in search.us]
         ranking = [i for i in search.ranking() if i != 0][: options.finalists]
@@ -129,8 +139,6 @@ class CaseTuner:
 
     def _seeds(self, op: Op[..., Any], key: str, candidates: list[Config]) -> list[int]:
         """Winners of this op's nearest tuned shapes in the store, then what the database offers for the key."""
-        import json
-
         numbers = {canonical(c): i for i, c in enumerate(candidates)}
         wanted = json.loads(key)
         finals = [t for t in self.store.trials(op=op.name, gpu=db.gpu_id(self.options.device), stage="final") if t.us]
@@ -192,18 +200,23 @@ def _trial(
     template: Trial, config: Config, status: str, values: dict[str, Any], reply: Any, stage: str = "screen",
     detail: str = "",
 ) -> Trial:  # fmt: skip
-    import dataclasses
-
     names = ("us", "p20_us", "p80_us", "noise_percent", "error", "shared_bytes", "registers", "spills", "compile_s",
              "clock_mhz")  # fmt: skip
+    found: dict[str, Any] = {n: values.get(n) for n in names}
     return dataclasses.replace(
         template, config=canonical(config), stage=stage, status=status, samples=values.get("n"),
-        seconds=reply.seconds, detail=detail or reply.detail, **{n: values.get(n) for n in names},
+        seconds=reply.seconds, detail=detail or reply.detail, **found,
     )  # fmt: skip
 
 
+def binary_tag(op: Op[..., Any], case: dict[str, Any], config: Config) -> str:
+    """What decides which binary is compiled; sizes do not, only their alignment, and real layers are aligned."""
+    rest = {n: v for n, v in case.items() if n not in ("M", "N", "K")}
+    return f"{op.name} {db.spell_case(rest)} {canonical(config)}"
+
+
 def order_cases(jobs: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Jobs so that neighbours follow each other and the later ones find seeds: by op, then by sizes but M, then by M."""
+    """Jobs so that neighbours follow each other and later ones find seeds: by op, then sizes but M, then M."""
 
     def order(job: tuple[str, dict[str, Any]]) -> tuple[Any, ...]:
         name, case = job
