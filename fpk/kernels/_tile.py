@@ -3,15 +3,21 @@
 import triton
 import triton.language as tl
 
+from fpk.device import Device
 from fpk.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 
 
-def fp8_constants(fmt: Format, hardware: bool) -> dict[str, object]:
-    """The constexpr arguments of `encode_fp8` for a format: `hardware` uses the conversion instruction."""
+def fp8_constants(fmt: Format, device: Device) -> dict[str, object]:
+    """The constexpr arguments of `cast_fp8` for a format: HARDWARE names the type if the ISA converts to it.
+
+    NAN_CODE is None where the conversion instruction writes fpk's NaN (+0x7F) by itself, as NVIDIA's do.
+    """
     if fmt not in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ):
         raise ValueError(f"format: expected an fp8 format, got {fmt}")
+    hardware = device.has_fp8_conversion(fmt.name)
     return dict(
-        MANTISSA=fmt.mantissa_bits, BIAS=fmt.bias, MAX=fmt.max, NAN_CODE=fmt.nan_code,
+        MANTISSA=fmt.mantissa_bits, BIAS=fmt.bias, MAX=fmt.max,
+        NAN_CODE=None if hardware and device.vendor == "nv" else fmt.nan_code,
         HARDWARE=_TL_TYPES[fmt.name] if hardware else None,
     )  # fmt: skip
 
@@ -20,15 +26,73 @@ _TL_TYPES = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "e4m3fnuz": tl.float8
 
 
 @triton.jit
-def encode_fp8(
-    v, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """fp32 values to uint8 codes: saturate, round half to even, NaN by select. HARDWARE changes no bit."""
-    clamped = tl.minimum(tl.maximum(v, -MAX), MAX)
-    if HARDWARE is not None:
-        code = clamped.to(HARDWARE).to(tl.uint8, bitcast=True)
+def divide(x, scale, SIGNED_ZERO: tl.constexpr):
+    """x / scale, correctly rounded, at five instructions an element; scale broadcasts (size 1 where it is shared).
+
+    The reciprocal and its error are formed once a scale; a quotient from both is faithful, and one exact remainder then
+    rounds it correctly (Markstein; Muller et al., Handbook of Floating-Point Arithmetic, division with an FMA). Needs
+    2^-90 <= scale < 2^120 and finite or NaN x; quotients below 2^-12 may be inexact, their codes are 0 in any case.
+    """
+    high = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    low = tl.fma(scale, -high, tl.full(scale.shape, 1.0, tl.float32)) * high
+    high = tl.broadcast_to(high, x.shape)
+    quotient = tl.fma(x, high, x * low)
+    remainder = tl.fma(quotient, tl.broadcast_to(-scale, x.shape), x)
+    quotient = tl.fma(remainder, high, quotient)
+    if SIGNED_ZERO:  # the corrections turn -0 into +0
+        sign = x.to(tl.int32, bitcast=True) & -0x80000000
+        quotient = (quotient.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return quotient
+
+
+@triton.jit
+def clamp_to(x, low, high):
+    """x inside low..high, NaN kept; the bounds broadcast."""
+    x = tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def unusual(scale):
+    """Is any of these scales outside what `divide` takes? Only scales that a caller gives can be."""
+    return tl.max(tl.where((scale >= 2.0**-90) & (scale < 2.0**119), 0, 1), axis=None) > 0
+
+
+@triton.jit
+def quantize_fp8(
+    x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """fp8 codes of x / scale as uint8: saturate, round half to even, NaN to NaN. For scales as `divide` takes them.
+
+    Clamping x to MAX * scale is clamping the quotient to MAX: what lies beyond rounds to the same code.
+    """
+    limit = tl.minimum(scale * MAX, 3.4028234663852886e38)
+    quotient = divide(clamp_to(x, -limit, limit), scale, True)
+    return cast_fp8(quotient, MANTISSA, BIAS, NAN_CODE, HARDWARE)
+
+
+@triton.jit
+def quantize_fp8_any(
+    x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The same for scales of any size, such as those of a caller."""
+    if unusual(scale):
+        quotient = tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
+        codes = cast_fp8(clamp_to(quotient, -MAX, MAX), MANTISSA, BIAS, NAN_CODE, HARDWARE)
     else:
-        bits = clamped.to(tl.int32, bitcast=True)
+        codes = quantize_fp8(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    return codes
+
+
+@triton.jit
+def cast_fp8(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr):
+    """fp32 values within the format's range, or NaN, to uint8 codes: round half to even. HARDWARE changes no bit."""
+    if HARDWARE is not None:
+        code = v.to(HARDWARE).to(tl.uint8, bitcast=True)
+    else:
+        bits = v.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         SHIFT: tl.constexpr = 23 - MANTISSA
         # normal values: add half a step less one, plus the last kept bit, and cut; the exponent is rebased
@@ -43,7 +107,9 @@ def encode_fp8(
         if NAN_CODE == 0x80:  # fnuz has no negative zero: that code is its NaN
             sign = tl.where(code == 0, 0, sign)
         code = (code | sign).to(tl.uint8)
-    return tl.where(v != v, NAN_CODE, code).to(tl.uint8)
+    if NAN_CODE is not None:
+        code = tl.where(v != v, NAN_CODE, code).to(tl.uint8)
+    return code
 
 
 @triton.jit
@@ -59,7 +125,8 @@ def decode_fp8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.co
         value = tl.where(magnitude > (0x7F >> MANTISSA) << MANTISSA, float("nan"), value)
     elif NAN_CODE == 0x7F:
         value = tl.where(magnitude == 0x7F, float("nan"), value)
-    value = tl.where(c >= 0x80, -value, value)
+    # the sign by its bit: a unary minus is 0 - value to some compilers, and loses -0
+    value = (value.to(tl.int32, bitcast=True) | ((c & 0x80) << 24)).to(tl.float32, bitcast=True)
     if NAN_CODE == 0x80:
         value = tl.where(c == 0x80, float("nan"), value)
     return value
@@ -88,16 +155,44 @@ def amax_of_key(key):
 
 
 @triton.jit
+def amax_along(x, mask, axis: tl.constexpr):
+    """Largest finite magnitude along `axis` (formats.finite_amax); lanes off the mask must hold 0."""
+    amax = tl.max(tl.abs(x), axis=axis)
+    if tl.max(tl.where(amax < float("inf"), 0, 1), axis=None) > 0:  # rare: an Inf, or NaN alone
+        amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=axis))
+    return amax
+
+
+@triton.jit
 def round_half_even(v):
     """Nearest integer as fp32, ties to even, for |v| < 2^22; `libdevice.rint` exists neither on HIP nor interpreted."""
     return (v + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def encode_int8(v, QMIN: tl.constexpr):
-    """fp32 values to int8 in QMIN..127: round to nearest even, saturate, NaN to 0."""
-    clamped = tl.minimum(tl.maximum(v, QMIN), 127.0)
-    return tl.where(v != v, 0.0, round_half_even(clamped)).to(tl.int8)
+def cast_int8(v):
+    """fp32 values in -128..127, or NaN, to int8: round half to even, NaN to 0."""
+    v = tl.where(v != v, 0.0, v)
+    # the sum's last mantissa bits are the rounded integer in two's complement
+    return (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def quantize_int8(x, scale, QMIN: tl.constexpr):
+    """int8 codes of x / scale in QMIN..127, NaN to 0. For scales as `divide` takes them."""
+    high, low = tl.minimum(scale * 127.0, 3.4028234663852886e38), tl.maximum(scale * QMIN, -3.4028234663852886e38)
+    return cast_int8(divide(clamp_to(x, low, high), scale, False))
+
+
+@triton.jit
+def quantize_int8_any(x, scale, QMIN: tl.constexpr):
+    """The same for scales of any size, such as those of a caller."""
+    if unusual(scale):
+        quotient = tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
+        codes = cast_int8(clamp_to(quotient, QMIN, 127.0))
+    else:
+        codes = quantize_int8(x, scale, QMIN)
+    return codes
 
 
 @triton.jit

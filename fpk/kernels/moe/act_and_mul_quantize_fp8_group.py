@@ -43,7 +43,7 @@ from fpk.kernels._groups import (
     scale_buffer,
     stored_scale,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, encode_fp8, fp8_constants
+from fpk.kernels._tile import amax_along, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -96,13 +96,12 @@ def _group_kernel(
         FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, GROUPS, GROUP, WIDTH,
     )  # fmt: skip
 
-    amax = amax_of_key(tl.max(tl.where(mask, amax_key(act), 0), axis=2))  # [BLOCK_M, GROUPS]
+    amax = amax_along(act, mask, 2)  # [BLOCK_M, GROUPS]
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), QMAX)
     stored = scale
     if E8M0:
         stored, scale = power_of_two_above(scale)
-    quotient = tl.math.div_rn(act, tl.broadcast_to(scale[:, :, None], act.shape))
-    codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes = quantize_fp8(act, scale[:, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + offs_m)[:, None, None] * I + cols, codes, mask=mask)
 
     scale_ptr += e * groups * stride_s
@@ -214,7 +213,7 @@ def act_and_mul_quantize_fp8_group(
         stride_xe, x.stride(-2), x.stride(-1), stride_s,
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
         GROUP=group, WIDTH=triton.next_power_of_2(group), E8M0=scale_format == "e8m0", COLUMNS=layout != "row",
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

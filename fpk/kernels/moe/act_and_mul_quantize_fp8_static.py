@@ -28,7 +28,7 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._tile import encode_fp8, fp8_constants
+from fpk.kernels._tile import fp8_constants, quantize_fp8_any
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, scales
 from fpk.shapes import activation_cases
@@ -72,8 +72,8 @@ def _static_kernel(
         x_rows, offs_m < M, first, I, stride_xk, FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE,
         BLOCK_M, 1, BLOCK_K, BLOCK_K,
     )  # fmt: skip
-    quotient = tl.math.div_rn(act, tl.full(act.shape, 0.0, tl.float32) + tl.load(scale_ptr + e * stride_se))
-    codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    scale = tl.full((1, 1, 1), 0.0, tl.float32) + tl.load(scale_ptr + e * stride_se)
+    codes = quantize_fp8_any(act, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + offs_m)[:, None, None] * I + cols, codes, mask=mask)
 
 
@@ -150,7 +150,7 @@ def act_and_mul_quantize_fp8_static(
         M, I,
         x.stride(0) if stacked else 0, x.stride(-2), x.stride(-1), scale.stride(0) if stacked else 0,
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes

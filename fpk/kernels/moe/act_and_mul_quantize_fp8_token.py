@@ -31,7 +31,7 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, encode_fp8, fp8_constants
+from fpk.kernels._tile import amax_along, amax_key, amax_of_key, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -75,10 +75,9 @@ def _row_kernel(
         x_rows, offs_m < M, tl.arange(0, 1).to(tl.int64), I, stride_xk,
         FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, 1, BLOCK_K, BLOCK_K,
     )  # fmt: skip
-    amax = amax_of_key(tl.max(tl.where(mask, amax_key(act), 0), axis=2))  # [BLOCK_M, 1]
+    amax = amax_along(act, mask, 2)  # [BLOCK_M, 1]
     scale = tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))
-    quotient = tl.math.div_rn(act, tl.broadcast_to(scale[:, :, None], act.shape))
-    codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes = quantize_fp8(act, scale[:, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     rows = (e * M + offs_m)[:, None]
     tl.store(codes_ptr + rows[:, :, None] * I + cols, codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=(offs_m < M)[:, None])
@@ -117,8 +116,7 @@ def _loop_kernel(
             x_rows, mask_m, k + tl.arange(0, 1).to(tl.int64), I, stride_xk,
             FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, 1, BLOCK_K, BLOCK_K,
         )  # fmt: skip
-        quotient = tl.math.div_rn(act, tl.broadcast_to(scale[:, :, None], act.shape))
-        codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+        codes = quantize_fp8(act, scale[:, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
         tl.store(codes_ptr + rows[:, :, None] * I + cols, codes, mask=mask)
 
 
@@ -203,7 +201,7 @@ def act_and_mul_quantize_fp8_token(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

@@ -31,7 +31,7 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, encode_int8
+from fpk.kernels._tile import amax_along, amax_key, amax_of_key, quantize_int8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -71,10 +71,9 @@ def _row_kernel(
         x_rows, offs_m < M, tl.arange(0, 1).to(tl.int64), I, stride_xk,
         FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, 1, BLOCK_K, BLOCK_K,
     )  # fmt: skip
-    amax = amax_of_key(tl.max(tl.where(mask, amax_key(act), 0), axis=2))  # [BLOCK_M, 1]
+    amax = amax_along(act, mask, 2)  # [BLOCK_M, 1]
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
-    quotient = tl.math.div_rn(act, tl.broadcast_to(scale[:, :, None], act.shape))
-    codes = encode_int8(quotient, -128)
+    codes = quantize_int8(act, scale[:, :, None], -128)
     rows = (e * M + offs_m)[:, None]
     tl.store(codes_ptr + rows[:, :, None] * I + cols, codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=(offs_m < M)[:, None])
@@ -112,8 +111,7 @@ def _loop_kernel(
             x_rows, mask_m, k + tl.arange(0, 1).to(tl.int64), I, stride_xk,
             FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, 1, BLOCK_K, BLOCK_K,
         )  # fmt: skip
-        quotient = tl.math.div_rn(act, tl.broadcast_to(scale[:, :, None], act.shape))
-        codes = encode_int8(quotient, -128)
+        codes = quantize_int8(act, scale[:, :, None], -128)
         tl.store(codes_ptr + rows[:, :, None] * I + cols, codes, mask=mask)
 
 

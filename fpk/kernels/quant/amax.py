@@ -57,9 +57,7 @@ def cost(x: Tensor, **_: Any) -> Cost:
     return Cost(flops=x.numel(), bytes=x.numel() * x.element_size() + 4)
 
 
-def inputs(
-    *, M, K, E=0, x_dtype=torch.bfloat16, kind="normal", layout="contiguous", valid=None, device="cuda", seed=0
-):
+def inputs(*, M, K, E=0, x_dtype=torch.bfloat16, kind="normal", layout="contiguous", valid=None, device="cuda", seed=0):
     x = strided(sample((E, M, K) if E else (M, K), x_dtype, kind, device, seed), layout)
     count = None if valid is None else torch.tensor([int(valid * M)], dtype=torch.int32, device=device)
     return dict(x=x, num_valid_tokens=count)

@@ -23,7 +23,7 @@ from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, encode, expand_groups
 from fpk.kernels._groups import SCALE_FORMATS, group_amax, power_of_two_above, stored_scale
-from fpk.kernels._tile import amax_key, amax_of_key, encode_fp8, fp8_constants
+from fpk.kernels._tile import amax_key, amax_of_key, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -81,8 +81,7 @@ def _tile_kernel(
     stored = scale
     if E8M0:
         stored, scale = power_of_two_above(scale)
-    quotient = tl.math.div_rn(x, tl.broadcast_to(scale[None, :, None], x.shape))
-    codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes = quantize_fp8(x, scale[None, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
     scale_ptrs = scale_ptr + (e * blocks_m + block_m) * blocks_k + offs_b
     tl.store(scale_ptrs, stored.to(scale_ptr.dtype.element_ty), mask=offs_b < blocks_k)
@@ -127,8 +126,7 @@ def _loop_kernel(
         cols = (first_k + piece % pieces_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
         mask = (rows < last_m) & (cols < last_k)
         x = tl.load(x_ptr + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
-        quotient = tl.math.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + scale)
-        codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+        codes = quantize_fp8(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
         tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
 
 
@@ -227,7 +225,7 @@ def quantize_fp8_block(
         M, K,
         stride_xe, x.stride(-2), x.stride(-1),
         ROWS=block_rows, COLS=block_cols, E8M0=scale_format == "e8m0", **padded,
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

@@ -35,7 +35,7 @@ from fpk.kernels._groups import (
     scale_buffer,
     stored_scale,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, encode_fp8, fp8_constants
+from fpk.kernels._tile import amax_along, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -86,13 +86,12 @@ def _group_kernel(
     mask = (rows < M) & mask_k[None, :, :]
     x = tl.load(x_ptr + e * stride_xe + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
 
-    amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))  # [BLOCK_M, GROUPS]
+    amax = amax_along(x, mask, 2)  # [BLOCK_M, GROUPS]
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), QMAX)
     stored = scale
     if E8M0:
         stored, scale = power_of_two_above(scale)
-    quotient = tl.math.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
-    codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes = quantize_fp8(x, scale[:, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
 
     scale_ptr += e * groups * stride_s
@@ -184,7 +183,7 @@ def quantize_fp8_group(
         M, K,
         stride_xe, x.stride(-2), x.stride(-1), stride_s,
         GROUP=group, WIDTH=triton.next_power_of_2(group), E8M0=scale_format == "e8m0", COLUMNS=layout != "row",
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

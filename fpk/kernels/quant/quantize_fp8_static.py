@@ -18,7 +18,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_granularity, expect_one
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, Granularity, encode, expand_groups
-from fpk.kernels._tile import encode_fp8, fp8_constants
+from fpk.kernels._tile import fp8_constants, quantize_fp8_any
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
 from fpk.shapes import activation_cases
@@ -62,8 +62,7 @@ def _static_kernel(
         scale = tl.load(scale_rows, mask=(offs_m < M)[:, None], other=1.0)
     else:
         scale = tl.load(scale_rows + (offs_k // COLS)[None, :] * stride_sk, mask=mask, other=1.0)
-    quotient = tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
-    codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes = quantize_fp8_any(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + offs_m)[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
@@ -133,7 +132,7 @@ def quantize_fp8_static(
         M, K,
         x.stride(0) if stacked else 0, x.stride(-2), x.stride(-1),
         scale.stride(0) if stacked else 0, scale.stride(-2), scale.stride(-1),
-        ROWS=rows, COLS=cols, **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        ROWS=rows, COLS=cols, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes

@@ -21,7 +21,7 @@ from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, encode, finite_amax
 from fpk.kernels._amax import partial_amax, partial_amax_kernel, total_amax
-from fpk.kernels._tile import encode_fp8, fp8_constants
+from fpk.kernels._tile import fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -66,9 +66,7 @@ def _quantize_kernel(
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    codes = encode_fp8(
-        tl.math.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + scale), MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE
-    )
+    codes = quantize_fp8(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + offs_m)[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
@@ -140,7 +138,7 @@ def quantize_fp8_tensor(
         x, keys, codes.view(torch.uint8), scale,
         M, K, keys.shape[1],
         stride_xe, x.stride(-2), x.stride(-1),
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         BLOCK_P=triton.next_power_of_2(programs), enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

@@ -21,7 +21,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_o
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, encode, finite_amax
-from fpk.kernels._tile import amax_key, amax_of_key, encode_fp8, fp8_constants
+from fpk.kernels._tile import amax_along, amax_key, amax_of_key, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -63,12 +63,11 @@ def _row_kernel(
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :].to(tl.int64) * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=1))
+    amax = amax_along(x, mask, 1)
     if scale_ub_ptr is not None:
         amax = tl.minimum(amax, tl.load(scale_ub_ptr))
     scale = tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))
-    quotient = tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes = quantize_fp8(x, scale[:, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     rows = e * M + offs_m
     tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=offs_m < M)
@@ -105,8 +104,7 @@ def _loop_kernel(
         offs_k = k + tl.arange(0, BLOCK_K)
         mask = mask_m[:, None] & (offs_k < K)[None, :]
         x = tl.load(x_rows + offs_k[None, :].to(tl.int64) * stride_xk, mask=mask, other=0.0).to(tl.float32)
-        quotient = tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-        codes = encode_fp8(quotient, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+        codes = quantize_fp8(x, scale[:, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
         tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
@@ -183,7 +181,7 @@ def quantize_fp8_token(
         x, scale_ub, codes.view(torch.uint8), scale,
         M, K,
         stride_xe, x.stride(-2), x.stride(-1),
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device).has_fp8_conversion(fmt.name)),
+        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

@@ -24,7 +24,7 @@ from fpk.db import Config, bucket
 from fpk.formats import encode_int8 as encode_codes
 from fpk.formats import expand_groups
 from fpk.kernels._groups import expect_group, group_amax
-from fpk.kernels._tile import amax_key, amax_of_key, encode_int8
+from fpk.kernels._tile import amax_along, quantize_int8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -67,10 +67,9 @@ def _group_kernel(
     mask = (rows < M) & mask_k[None, :, :]
     x = tl.load(x_ptr + e * stride_xe + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
 
-    amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))  # [BLOCK_M, GROUPS]
+    amax = amax_along(x, mask, 2)  # [BLOCK_M, GROUPS]
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
-    quotient = tl.math.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
-    tl.store(codes_ptr + (e * M + rows) * K + cols, encode_int8(quotient, QMIN), mask=mask)
+    tl.store(codes_ptr + (e * M + rows) * K + cols, quantize_int8(x, scale[:, :, None], QMIN), mask=mask)
     scale_ptrs = scale_ptr + (e * M + offs_m)[:, None] * groups + offs_g[None, :]
     tl.store(scale_ptrs, scale, mask=(offs_m < M)[:, None] & (offs_g < groups)[None, :])
 

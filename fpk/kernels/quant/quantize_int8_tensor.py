@@ -22,7 +22,7 @@ from fpk.db import Config, bucket
 from fpk.formats import encode_int8 as encode_codes
 from fpk.formats import finite_amax
 from fpk.kernels._amax import partial_amax, partial_amax_kernel, total_amax
-from fpk.kernels._tile import encode_int8
+from fpk.kernels._tile import quantize_int8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -63,7 +63,7 @@ def _quantize_kernel(
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    codes = encode_int8(tl.math.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + scale), QMIN)
+    codes = quantize_int8(x, scale, QMIN)
     tl.store(codes_ptr + (e * M + offs_m)[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 

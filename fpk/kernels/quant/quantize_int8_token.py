@@ -20,7 +20,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_o
 from fpk.db import Config, bucket
 from fpk.formats import encode_int8 as encode_codes
 from fpk.formats import finite_amax
-from fpk.kernels._tile import amax_key, amax_of_key, encode_int8
+from fpk.kernels._tile import amax_along, amax_key, amax_of_key, quantize_int8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -53,9 +53,9 @@ def _row_kernel(
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :].to(tl.int64) * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=1))
+    amax = amax_along(x, mask, 1)
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
-    codes = encode_int8(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), QMIN)
+    codes = quantize_int8(x, scale[:, None], QMIN)
     rows = e * M + offs_m
     tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=offs_m < M)
@@ -89,7 +89,7 @@ def _loop_kernel(
         offs_k = k + tl.arange(0, BLOCK_K)
         mask = mask_m[:, None] & (offs_k < K)[None, :]
         x = tl.load(x_rows + offs_k[None, :].to(tl.int64) * stride_xk, mask=mask, other=0.0).to(tl.float32)
-        codes = encode_int8(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), QMIN)
+        codes = quantize_int8(x, scale[:, None], QMIN)
         tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
@@ -117,9 +117,7 @@ def cost(x: Tensor, **_: Any) -> Cost:
     return Cost(flops=3 * x.numel(), bytes=x.numel() * x.element_size() + x.numel() + 4 * rows)
 
 
-def inputs(
-    *, M, K, E=0, qmin=-128, x_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda", seed=0
-):
+def inputs(*, M, K, E=0, qmin=-128, x_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda", seed=0):
     return dict(x=strided(sample((E, M, K) if E else (M, K), x_dtype, kind, device, seed), layout), qmin=qmin)
 
 
