@@ -2,21 +2,24 @@
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from fpk import db
+if TYPE_CHECKING:
+    from fpk import db
 
 db_app = typer.Typer(help="The autotune database: winners, where they come from, whether they still hold.")
-_out = Console()
+_out = Console(soft_wrap=True)
 
 Where = Annotated[Path | None, typer.Option("--db", help="A directory of tables; default: those that look-ups use.")]
 
 
-def _tables(where: Path | None) -> db.Tables:
+def _tables(where: Path | None) -> "db.Tables":
+    from fpk import db
+
     if where is None:
         return db.default()
     if not where.is_dir():
@@ -71,6 +74,7 @@ def _words(values: dict[str, Any]) -> str:
 @db_app.command()
 def explain(op: str, case: list[str], gpu: str | None = None, where: Where = None) -> None:
     """Which level answers for a call, and what the other rows say: `explain scaled_mm M=64 N=4096 K=4096`."""
+    from fpk import db
     from fpk.tune.explain import explain_case
 
     target, device = _op(op), _device(gpu)
@@ -85,6 +89,7 @@ def explain(op: str, case: list[str], gpu: str | None = None, where: Where = Non
 def lint(where: Where = None) -> None:
     """Every row: reachable, complete, legal, known config keys, fits shared memory. Exit code 1 if one is not."""
     import fpk.kernels  # noqa: F401  declares every op
+    from fpk import db
     from fpk.tune.lint import lint as problems_of
 
     directory = where or db.packaged_directory()
@@ -98,6 +103,8 @@ def lint(where: Where = None) -> None:
 @db_app.command()
 def diff(old: Path, new: Path) -> None:
     """Lines of the tables of two directories that differ. Exit code 1 if any does."""
+    from fpk import db
+
     one, two = db.DirectorySource(old), db.DirectorySource(new)
     changed = False
     for path in sorted(_paths(one) | _paths(two)):
@@ -108,19 +115,23 @@ def diff(old: Path, new: Path) -> None:
     raise typer.Exit(1 if changed else 0)
 
 
-def _paths(source: db.Source) -> set[str]:
+def _paths(source: "db.Source") -> set[str]:
     return {f"{gpu}/{file}" for gpu in source.gpus() for file in source.files(gpu)}
 
 
 @db_app.command()
 def merge(sources: list[Path], into: Annotated[Path, typer.Option(help="Directory that is written.")]) -> None:
     """Union of directories of tables: for each key the fastest measured block. The order does not matter."""
+    from fpk import db
+
     for path, text in merged([db.DirectorySource(p) for p in (*sources, into)]).items():
         _write(into / path, text)
 
 
-def merged(sources: list[db.DirectorySource]) -> dict[str, str]:
+def merged(sources: "list[db.DirectorySource]") -> dict[str, str]:
     """Text of every file of the union."""
+    from fpk import db
+
     texts = {}
     for path in sorted(set().union(*map(_paths, sources))):
         found = [text for source in sources if (text := source.read(*path.split("/", 1)))]
@@ -145,6 +156,8 @@ def _write(path: Path, text: str) -> None:
 @db_app.command()
 def export(into: Path, where: Where = None) -> None:
     """Write the tables that look-ups use, sorted and normalised; .parquet or .csv for one flat file of all rows."""
+    from fpk import db
+
     if into.suffix in (".parquet", ".csv"):
         from fpk.tune.export import frame_of_tables
 
@@ -168,6 +181,7 @@ def verify(
     import triton
 
     import fpk.kernels  # noqa: F401
+    from fpk import db
     from fpk.tune.lint import stale as stale_rows
 
     directory = where or db.packaged_directory()
@@ -185,6 +199,8 @@ def verify(
 @db_app.command()
 def snapshot(into: Path, where: Where = None) -> None:
     """Freeze the tables in one file; prints its content hash. `with fpk.use(file)` reads it."""
+    from fpk import db
+
     frozen = db.snapshot(_tables(where))
     into.write_bytes(frozen.content)
     typer.echo(frozen.hash)
