@@ -45,9 +45,10 @@ LAYERS = {
     "kernels": _layer("kernels op check formats samples shapes device db", "torch triton"),
     "op": _layer("op " + " ".join(BASE), "torch"),
     **{name: _layer(" ".join(BASE), "torch") for name in BASE},
+    "db": _layer(" ".join(BASE), "torch platformdirs"),
 }
 # private modules that serve one layer only
-PRIVATE = {"_db_": "db", "_report": "report"}
+PRIVATE = {"_db_": "db", "cli_": "cli", "_report": "report"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [f for f in FILES if f != PACKAGE / "__init__.py"]
