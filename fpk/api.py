@@ -146,6 +146,7 @@ def mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
+    colsum: Tensor | None = None,
 ) -> Tensor:
     """Multiply activations by weights: qx @ qw.T + bias.
 
@@ -158,6 +159,7 @@ def mm(
         bias: (N,) or None; added in fp32 before the single rounding.
         out_dtype: of the result.
         fast_accum: let FP8 products stay in the tensor core's own accumulator over all of K.
+        colsum: (N,) int32, sums of the rows of qw's codes, which activations with zero points need; None to sum here.
 
     Returns:
         (M, N) of out_dtype; accumulated in fp32, or int32 for int8.
@@ -190,7 +192,8 @@ def mm(
     if qx.granularity.cols < 0 and cols < 0:
         zeros: dict[str, Any] = {}
         if qx.zero_point is not None:
-            zeros = dict(zero_point_a=qx.zero_point, colsum_b=qw.codes.sum(1, dtype=torch.int32))
+            colsum = qw.codes.sum(1, dtype=torch.int32) if colsum is None else colsum
+            zeros = dict(zero_point_a=qx.zero_point, colsum_b=colsum)
         return _op("scaled_mm")(qx.codes, qw.codes, qx.scale, qw.scale, **zeros, **common)
     if qx.zero_point is not None:
         raise ValueError(f"mm: {qx.scheme} with zero points has no product with {qw.scheme} weights")
@@ -225,6 +228,8 @@ def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
         return text
     first, colon, second = str(text).partition(":")
     weight = scheme_of(first.strip())
+    if not weight.activation:
+        raise ValueError(f"scheme {text!r}: {weight} has no product as weights, expected a scheme without zero points")
     second = second.strip() if colon else weight.activation
     activation = None if second == "none" else scheme_of(second)
     if activation is not None:
@@ -264,6 +269,8 @@ def _arguments(op: "Op[..., Any]", scheme: Scheme, x: Tensor, options: dict[str,
             raise ValueError(f"quantize: {scheme} takes {sorted(known - set(fixed))}, got option {name!r}")
     arguments: dict[str, Any] = {n: v for n, v in fixed.items() if n in known}
     arguments |= {n: v for n, v in scheme.options if n in known}
+    if "scale_format" in known:
+        arguments["scale_format"] = scheme.scale_format
     if "dtype" in known and "dtype" not in options:
         arguments["dtype"] = fp8_dtype(x.device) if scheme.format is E4M3FN else scheme.format.dtype
     return arguments | options
@@ -292,6 +299,8 @@ def _quantize_static(
         if scheme.format is not INT8:
             raise ValueError(f"quantize.zero_point: expected None for {scheme}, got a tensor")
         arguments["zero_point"] = zero_point
+    elif "zero_point" in scheme.outputs:
+        raise ValueError(f"quantize.zero_point: expected the zero points of {scheme} beside its scale, got None")
     return Quantized(op(x, scale, **arguments), scale, scheme.name, zero_point, check=False)
 
 

@@ -166,7 +166,7 @@ def as_codes(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def finite_amax(x: Tensor, dims: tuple[int, ...], num_valid_rows: Tensor | None = None) -> Tensor:
-    """Largest finite magnitude over `dims`, kept as size 1, fp32. NaN and Inf do not count; if all elements are Inf: Inf.
+    """Largest finite magnitude over `dims`, kept as size 1, fp32. NaN and Inf do not count; of Inf alone: Inf.
 
     Every quantizer takes its scale from this: a NaN or Inf must not spoil its neighbours. Rows (dimension -2) from
     `num_valid_rows` on are padding and do not count; where nothing counts the result is 0.
@@ -230,7 +230,8 @@ class Scheme:
     `quantizer` names the op that quantizes dynamically, `outputs` says what it returns, in order. Its arguments
     `group`, `block_rows` and `block_cols` come from the granularity, `dtype` from the format and the device; `options`
     holds the others that belong to the scheme. `activation` is the scheme of the activations that a layer with weights
-    of this one has unless told otherwise. Adding a scheme is adding one entry to SCHEMES.
+    of this one has unless told otherwise; empty for schemes that weights cannot have. Adding a scheme is adding one
+    entry to SCHEMES.
     """
 
     name: str
@@ -247,6 +248,7 @@ class Scheme:
 
 
 _WEIGHT_INT8 = (("qmin", -127),)  # symmetric weights: -128 has no positive partner
+_ASYMMETRIC = ("codes", "scale", "zero_point")
 
 SCHEMES = {
     s.name: s
@@ -261,6 +263,14 @@ SCHEMES = {
         Scheme(
             "int8_channel", INT8, PER_CHANNEL,
             quantizer="quantize_int8_token", options=_WEIGHT_INT8, activation="int8_token",
+        ),
+        Scheme(
+            "int8_tensor_asymmetric", INT8, PER_TENSOR,
+            quantizer="quantize_int8_tensor_asymmetric", outputs=_ASYMMETRIC,
+        ),
+        Scheme(
+            "int8_token_asymmetric", INT8, PER_TOKEN,
+            quantizer="quantize_int8_token_asymmetric", outputs=_ASYMMETRIC,
         ),
     )
 }  # fmt: skip

@@ -34,6 +34,7 @@ class QuantizedLinear(nn.Module):
 
     Buffers: `weight` (N, K) codes, `weight_scale` of the scheme's granularity, `bias` (N,) or None. They keep their
     dtypes when the module is cast (`.half()`, `.to(torch.bfloat16)`), the bias excepted, and follow it between devices.
+    For activations with zero points there is `colsum` too, the sums of the codes' rows; it is not in the state dict.
 
     Args:
         weight: (N, K), as `fpk.quantize` gives it.
@@ -47,6 +48,7 @@ class QuantizedLinear(nn.Module):
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
+    colsum: Tensor | None
 
     def __init__(self, weight: Quantized, activation: str | None = None, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -64,6 +66,9 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("weight", weight.codes)
         self.register_buffer("weight_scale", weight.scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
+        self.register_buffer("colsum", None, persistent=False)
+        if scheme.activation is not None and "zero_point" in scheme.activation.outputs:
+            self.colsum = weight.codes.sum(1, dtype=torch.int32)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, scheme: str | LayerScheme, name: str = "linear") -> "QuantizedLinear":
@@ -115,7 +120,7 @@ class QuantizedLinear(nn.Module):
         activations: Tensor | Quantized = rows
         if self.activation_scheme is not None:
             activations = quantize(rows, self.activation_scheme, **self._options)
-        out = mm(activations, self.quantized_weight, self.bias, out_dtype=x.dtype)
+        out = mm(activations, self.quantized_weight, self.bias, out_dtype=x.dtype, colsum=self.colsum)
         return out.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -173,6 +178,8 @@ class QuantizedLinear(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if self.colsum is not None and not self.weight.is_meta:
+            self.colsum = self.weight.sum(1, dtype=torch.int32)
 
 
 def quantize_(

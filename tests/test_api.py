@@ -17,6 +17,8 @@ from fpk.formats import SCHEMES
 FP8_ROWS = ("fp8_token", "fp8_channel")
 INT8_ROWS = ("int8_token", "int8_channel")
 GROUPS = ("fp8_group128", "fp8_block128")
+ASYMMETRIC = ("int8_tensor_asymmetric", "int8_token_asymmetric")
+SYMMETRIC = [name for name in SCHEMES if name not in ASYMMETRIC]
 
 
 def fake(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
@@ -50,7 +52,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Te
 
 
 QUANTIZE = [
-    *((s, shape, d) for s in SCHEMES for shape in ((5, 48), (3, 5, 48)) for d in FLOAT_INPUTS),
+    *((s, shape, d) for s in SYMMETRIC for shape in ((5, 48), (3, 5, 48)) for d in FLOAT_INPUTS),
     *((s, shape, torch.bfloat16) for s in GROUPS for shape in ((130, 200), (2, 130, 144))),
 ]
 
@@ -65,6 +67,26 @@ def test_quantize_is_fake_quantization(scheme, shape, dtype, device):
     assert_close(q.codes.cpu().float(), codes, 0.0)
     assert_close(q.dequantize().cpu(), codes * scale, 0.0)
     assert_close(q.dequantize(torch.bfloat16).cpu(), (codes * scale).bfloat16(), 0.0)
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (3, 5, 48)])
+@pytest.mark.parametrize("scheme", ASYMMETRIC)
+def test_quantize_with_zero_points(scheme, shape, device):
+    x = randn(*shape, dtype=torch.float32) + 0.5
+    q = quantize(x.to(device), scheme)
+    dims = (-2, -1) if scheme == "int8_tensor_asymmetric" else (-1,)
+    high, low = x.amax(dims, keepdim=True).clamp(min=0), x.amin(dims, keepdim=True).clamp(max=0)
+    scale = (high - low) / high.new_tensor(255.0)
+    zero = (-128 - low / scale).round()
+    codes = ((x / scale).round() + zero).clamp(-128, 127)
+    assert_close(q.scale.cpu(), scale, 0.0)
+    assert_close(q.zero_point.cpu(), zero.int(), 0.0)
+    assert_close(q.codes.cpu(), codes.to(torch.int8), 0.0)
+    assert_close(q.dequantize().cpu(), (codes - zero) * scale, 0.0)
+    again = quantize(x.to(device), scheme, scale=q.scale, zero_point=q.zero_point)
+    assert_close(again.codes, q.codes, 0.0)
+    with pytest.raises(ValueError, match=r"quantize.zero_point: expected the zero points"):
+        quantize(x.to(device), scheme, scale=q.scale)
 
 
 def test_matrices_of_a_stack_share_nothing(device):
@@ -261,6 +283,10 @@ def test_every_scheme_names_an_op_and_its_activations():
     assert fpk.list_schemes() == list(SCHEMES)
     for scheme in SCHEMES.values():
         assert scheme.quantizer in fpk.OPS, scheme.name
+        if scheme.name in ASYMMETRIC:
+            with pytest.raises(ValueError, match="no product as weights"):
+                parse_layer_scheme(scheme.name)
+            continue
         pair = parse_layer_scheme(scheme.name)
         assert pair.weight is scheme
         assert str(parse_layer_scheme(str(pair))) == str(pair)

@@ -12,7 +12,7 @@ import fpk
 from fpk.check import assert_close, bits, rel_error
 from fpk.nn import QuantizedLinear, quantize_, quantized
 
-SCHEMES = ["fp8_tensor", "fp8_channel", "fp8_tensor:fp8_tensor", "int8_channel"]
+SCHEMES = ["fp8_tensor", "fp8_channel", "fp8_tensor:fp8_tensor", "int8_channel", "int8_channel:int8_token_asymmetric"]
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -234,7 +234,7 @@ def test_weights_without_data_are_refused():
 
 
 # ---- what modules survive --------------------------------------------------
-@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_channel"])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_channel", "int8_channel:int8_token_asymmetric"])
 def test_state_dict_round_trip(scheme, device):
     one, other = small_model(device), small_model(device)
     with torch.no_grad():

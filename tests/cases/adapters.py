@@ -1,7 +1,8 @@
 """From a case to fpk: every case of `cases_open` has an adapter here, or a row that says what it waits for.
 
 An adapter takes the case's inputs and returns what the case's op text asks for; an error that fpk raises counts as its
-answer. Needs are written "op:<name>" (in fpk.OPS), "scheme:<name>" (in fpk.list_schemes()) or "<module>:<attribute>".
+answer. Needs are written "op:<name>" (in fpk.OPS), "scheme:<name>" (in fpk.list_schemes()), "mutating:" (any op that
+writes in place) or "<module>:<attribute>".
 """
 
 import importlib
@@ -27,9 +28,11 @@ def exists(need: str) -> bool:
         return name in fpk.OPS
     if kind == "scheme":
         return name in fpk.list_schemes()
+    if kind == "mutating":
+        return any(op.mutates for op in fpk.OPS.values())
     try:
         return hasattr(importlib.import_module(kind), name)
-    except ModuleNotFoundError:
+    except ImportError:
         return False
 
 
@@ -50,13 +53,10 @@ WAITING: dict[str, str] = {
     "B47": "scheme:nvfp4",
     "B49": "scheme:mxfp4",
     "B51": "fpk.methods.parallel:shard_range",
-    "B55": "fpk.methods.fp8:Fp8LinearMethod",
     "B76": "scheme:mxfp8_e4m3",
-    "B80": "fpk.methods.fp8:Fp8LinearMethod",
     "B82": "fpk.nn:load_quantized",
     "B84": "fpk.nn:load_quantized",
     "B88": "fpk.nn:load_quantized",
-    "B90": "fpk.methods.fp8:Fp8LinearMethod",
     "B92": "fpk.nn:load_quantized",
     "B93": "fpk:moe",
     "B95": "fpk:moe",
@@ -69,15 +69,13 @@ WAITING: dict[str, str] = {
     "B105": "fpk:moe",
     "B107": "fpk:moe",
     "B109": "fpk:moe",
-    "B111": "fpk:moe",
     "B113": "fpk:moe",
     "B116": "fpk.methods.kv_cache:Fp8KVCacheMethod",
     "B118": "fpk.methods.kv_cache:Fp8KVCacheMethod",
     "B120": "fpk.methods.kv_cache:Fp8KVCacheMethod",
     "B122": "fpk.methods.kv_cache:Fp8KVCacheMethod",
     "B124": "fpk.methods.kv_cache:Fp8KVCacheMethod",
-    "B125": "fpk.tune:tune",
-    "B129": "fpk.tune:tune",
+    "B125": "mutating:",
 }
 
 
@@ -307,6 +305,52 @@ def online(method: str, weight: Tensor, widths: list[int] | None = None, **paral
     return layer
 
 
+# ---- serialized layers -----------------------------------------------------
+def serialized(k: int, widths: list[int], activation_scheme: str = "dynamic") -> Any:
+    """An FP8 layer of a checkpoint, before anything is loaded."""
+    from fpk.methods import Fp8Config, Linear
+
+    config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme=activation_scheme)
+    return Linear(k, widths, quant_config=config)
+
+
+def load(layer: Any, name: str, tensor: Tensor, *shard: int) -> None:
+    parameter = getattr(layer, name)
+    parameter.weight_loader(parameter, tensor, *shard)
+
+
+@adapter("B55")
+def input_scale_of_fused(i):
+    shards = i["input_scale_shards"]
+    layer = serialized(16, [16] * len(shards), "static")
+    for number, input_scale in enumerate(shards):
+        load(layer, "weight", torch.ones(16, 16).to(torch.float8_e4m3fn), number)
+        load(layer, "weight_scale", torch.tensor(0.5), number)
+        load(layer, "input_scale", input_scale, number)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer.input_scale.data
+
+
+@adapter("B80")
+def one_scale_for_all_slots(i):
+    layer = serialized(16, [16] * i["slots"])
+    load(layer, "weight_scale", i["loaded"])
+    return layer.weight_scale.data
+
+
+@adapter("B90")
+def process_twice(i):
+    """On a GPU with fnuz types, where processing doubles the scale; codes there mean half as much."""
+    with pretend("gfx942"):
+        layer = serialized(i["weight"].shape[1], [i["weight"].shape[0]])
+        load(layer, "weight", i["weight"].to(torch.float8_e4m3fn))
+        load(layer, "weight_scale", i["scale"])
+        for _ in range(2):
+            layer.quant_method.process_weights_after_loading(layer)
+        values = layer.dequantize() / i["scale"]
+    return dict(weight=values.T, scale=layer.weight_scale.data)  # fpk keeps (N, K), the case transposes
+
+
 # ---- load ------------------------------------------------------------------
 @adapter("B85", "B86", needs="fpk.methods.skip:is_layer_skipped")
 def layers_skipped(i):
@@ -319,6 +363,13 @@ def layers_skipped(i):
         except ValueError as error:
             answers.append(error)
     return answers
+
+
+# ---- moe -------------------------------------------------------------------
+@adapter("B111")
+def swiglu_of_gpt_oss(i):
+    x = torch.cat([i["gate"], i["up"]])[None].float()
+    return fpk.OPS["act_and_mul"](x, activation="swigluoai")[0]
 
 
 # ---- runtime ---------------------------------------------------------------
@@ -365,6 +416,20 @@ def look_up_without_a_table(i):
 def look_up_during_capture(i):
     config, default = cold_lookup("H200", 16, 256, 256)
     return i["default"] if config == default else config
+
+
+@adapter("B129")
+def tune_past_a_config_that_fails(i):
+    from fpk.tune.search import Search
+
+    search = Search([dict(kernel=c) for c in i["configs"]])
+    while numbers := search.ask():
+        for number in numbers:
+            try:
+                search.tell(number, i["bench"](search.candidates[number]["kernel"]))
+            except RuntimeError:
+                search.tell(number, None)
+    return search.candidates[search.ranking()[0]]["kernel"]
 
 
 @adapter("B133")
