@@ -162,7 +162,7 @@ class Fp8Config(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if isinstance(layer, Attention):
-            return methods.Fp8KVCacheMethod(self)
+            return _method("Fp8KVCacheMethod")(self)
         return None
 
     def _linear_method(self, prefix: str) -> LinearMethod:
@@ -172,12 +172,12 @@ class Fp8Config(QuantizationConfig):
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> Any:
         if self.is_skipped(prefix):
-            return methods.UnquantizedMoEMethod(layer.moe_config)
+            return _method("UnquantizedFusedMoEMethod")(layer.moe_config)
         if self.store_dtype == "mxfp4":
-            return methods.Mxfp4MoEMethod(layer.moe_config)
+            return _method("Mxfp4MoEMethod")(layer.moe_config)
         if self.is_checkpoint_fp8_serialized:
-            return methods.Fp8MoEMethod(self, layer)
-        return methods.Fp8PerTensorOnlineMoEMethod(layer=layer)
+            return _method("Fp8MoEMethod")(self, layer)
+        return _method("Fp8PerTensorOnlineMoEMethod")(layer=layer)
 
     def get_cache_scale_mapper(self) -> dict[str, str]:
         """How names of KV-cache scales in checkpoints end, and what that becomes."""
@@ -188,3 +188,10 @@ class Fp8Config(QuantizationConfig):
         parts += [f"block={self.weight_block_size}"] if self.weight_block_size else []
         parts += [f"store={self.store_dtype}"] if self.store_dtype else []
         return f"Fp8Config({', '.join(parts)}, {len(self.ignored_layers)} ignored)"
+
+
+def _method(name: str) -> Any:
+    """A method class by name: experts and KV caches are looked up when asked for, so that linear layers do without."""
+    if not hasattr(methods, name):
+        raise NotImplementedError(f"Fp8Config: fpk.methods has no {name}")
+    return getattr(methods, name)
