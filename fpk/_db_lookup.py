@@ -177,6 +177,7 @@ class Tables:
         self._tables: dict[tuple[int, str, str], Table | None] = {}
         self._gpus: list[list[str]] | None = None
         self._memo: dict[Any, list[dict[str, Any]]] = {}
+        self._missed: set[tuple[str, str]] = set()
 
     def candidates(self, op: str, key: dict[str, Any], device: Device) -> list[dict[str, Any]]:
         """Configs in falling order of trust for this key; the op takes the first legal one, else its default."""
@@ -184,10 +185,25 @@ class Tables:
         configs = self._memo.get(memo_key)
         if configs is None:
             configs = [answer.row.config for answer in self.answers(op, key, device)]
+            if not configs:
+                self._say_missing(op, key, device)
             if len(self._memo) >= _MEMO_LIMIT:
                 self._memo.clear()
             self._memo[memo_key] = configs
         return configs
+
+    def _say_missing(self, op: str, key: Mapping[str, Any], device: Device) -> None:
+        """Warn once an op and GPU that nothing is recorded; the interpreter on a CPU is not tuned."""
+        at = (op, gpu_id(device))
+        if device.arch == "cpu" or at in self._missed:
+            return
+        self._missed.add(at)
+        sizes = ", ".join(f"{n}={v}" for n, v in key.items())
+        warnings.warn(
+            f"fpk: no tuned config of {op} for {at[1]}, nor for a GPU like it (looked for {sizes}): using defaults",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def answers(self, op: str, key: Mapping[str, Any], device: Device) -> Iterator[Answer]:
         """Every row a look-up would offer, in its order, that fits the device's shared memory."""

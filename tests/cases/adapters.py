@@ -386,35 +386,34 @@ def fp32_operands(i):
 REFUSED = {"B138": fp32_operands}
 
 # Cases that fpk fails, and why; the test demands that they do, so that a row goes when the fault does.
-FAILING = {
-    "B127": "a look-up without a table does not warn",
-}
+FAILING: dict[str, str] = {}
 
 
 # ---- tune ------------------------------------------------------------------
-def cold_lookup(name: str, m: int, n: int, k: int) -> tuple[Any, Any]:
-    """The config of a call without any table, and the op's default."""
+def cold_lookups(name: str, m: int, n: int, k: int, calls: int = 1) -> list[tuple[Any, Any]]:
+    """The configs of calls without any table, each with the op's default."""
     op = fpk.OPS["scaled_mm"]
     codes = [torch.empty(rows, k, device="meta", dtype=torch.float8_e4m3fn) for rows in (m, n)]
     scales = [torch.empty(rows, 1, device="meta") for rows in (m, n)]
     with pretend(Device("sm90", name, "nv", 132)), fpk.use(Tables(MemorySource({}))):
-        return op.config_for(*codes, *scales), next(iter(op.configs(**op.bind(*codes, *scales))))
+        default = next(iter(op.configs(**op.bind(*codes, *scales))))
+        return [(op.config_for(*codes, *scales), default) for _ in range(calls)]
 
 
 @adapter("B127")
 def look_up_without_a_table(i):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        answers = [cold_lookup(i["device"], *i["key"][1:]) for _ in range(i["calls"])]
-    assert all(answer == answers[0] for answer in answers)
+        answers = cold_lookups(i["device"], *i["key"][1:], calls=i["calls"])
     config, default = answers[0]
+    assert all(answer == answers[0] for answer in answers)
     named = [w for w in caught if "scaled_mm" in str(w.message)]
     return dict(config=i["default"] if config == default else config, warnings=len(named))
 
 
 @adapter("B131")
 def look_up_during_capture(i):
-    config, default = cold_lookup("H200", 16, 256, 256)
+    [(config, default)] = cold_lookups("H200", 16, 256, 256)
     return i["default"] if config == default else config
 
 
