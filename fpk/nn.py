@@ -21,8 +21,12 @@ from fpk._report import LayerReport, QuantizeReport
 from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_valid_scale
 from fpk.formats import FP8, INT8
+from fpk.methods.base import Attention, Linear, RoutedExperts
 
-__all__ = ["LayerReport", "QuantizeReport", "QuantizedLinear", "quantize_", "quantized"]
+__all__ = [
+    "Attention", "LayerReport", "Linear", "QuantizeReport", "QuantizedLinear", "RoutedExperts", "quantize_",
+    "quantized",
+]  # fmt: skip
 
 Filter = Callable[[nn.Module, str], bool]
 

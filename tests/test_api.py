@@ -230,6 +230,54 @@ def test_mm_is_the_product_of_the_values(act, weight, with_bias, device):
     assert mm(qx, qw).dtype is torch.bfloat16
 
 
+GROUP_PAIRS = [
+    ("fp8_group128", "fp8_block128"),
+    ("fp8_group128", "fp8_group128"),
+    ("fp8_token", "fp8_block128"),  # one scale a row counts for each of its groups
+    ("fp8_tensor", "fp8_group128"),
+    ("fp8_group128", "fp8_channel"),
+    ("fp8_group128", "fp8_tensor"),
+]
+
+
+@pytest.mark.parametrize(("act", "weight"), GROUP_PAIRS)
+def test_mm_of_scales_that_change_along_k(act, weight, device):
+    x, w, bias = randn(5, 200), randn(136, 200, seed=1), randn(136, seed=2)
+    qx, qw = quantize(x.to(device), act), quantize(w.to(device), weight)
+    if "scaled_mm_group" not in fpk.OPS:
+        with pytest.raises(NotImplementedError, match="no op 'scaled_mm_group'"):
+            mm(qx, qw)
+        return
+    (xc, xs), (wc, ws) = fake(x, act), fake(w, weight)
+    expected = (xc * xs).double() @ (wc * ws).double().T + bias.double()
+    for out_dtype, tol in ((torch.bfloat16, 3e-3), (torch.float32, 1e-5)):
+        out = mm(qx, qw, bias=bias.to(device), out_dtype=out_dtype)
+        assert out.dtype is out_dtype and rel_error(out.cpu(), expected) <= tol
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", SYMMETRIC)
+def test_mm_of_plain_activations(weight, dtype, device):
+    x, w, bias = randn(5, 200, dtype=dtype), randn(136, 200, seed=1), randn(136, seed=2)
+    qw = quantize(w.to(device), weight)
+    if "mm_weight_only" not in fpk.OPS:
+        with pytest.raises(NotImplementedError, match="no op 'mm_weight_only'"):
+            mm(x.to(device), qw)
+        return
+    wc, ws = fake(w, weight)
+    expected = x.double() @ (wc * ws).double().T + bias.double()
+    out = mm(x.to(device), qw, bias=bias.to(device), out_dtype=dtype)
+    assert out.dtype is dtype and rel_error(out.cpu(), expected) <= 5e-3
+
+
+def test_blocks_of_rows_are_no_activations():
+    q = quantize(randn(5, 48), "fp8_block128")
+    with pytest.raises(ValueError, match=r"fp8_block128 shares scales between the rows .* with fp8_block128 weights"):
+        mm(q, q)
+    with pytest.raises(ValueError, match="fp8_block128 shares scales between tokens"):
+        parse_layer_scheme("fp8_channel:fp8_block128")
+
+
 def test_mm_without_rows(device):
     qw = quantize(randn(24, 48).to(device), "fp8_channel")
     assert mm(quantize(torch.zeros(0, 48, device=device), "fp8_token"), qw).shape == (0, 24)
