@@ -71,6 +71,19 @@ def poisoned_memory(monkeypatch):
     guarded.check()
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Minutes of every test file, longest first."""
+    seconds: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                file = report.nodeid.split("::")[0]
+                seconds[file] = seconds.get(file, 0.0) + report.duration
+    terminalreporter.section("minutes by file")
+    for file, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{spent / 60:6.1f}  {file}")
+
+
 @pytest.fixture(scope="session")
 def device():
     return "cuda" if ON_GPU else "cpu"

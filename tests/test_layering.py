@@ -1,6 +1,7 @@
 """Who imports whom, read from the source: the layer table of the package, and the rules of an op file."""
 
 import ast
+import functools
 import inspect
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def _layer(own: str, other: str | None) -> Layer:
 
 ALL_BELOW_NN = "kernels op api methods nn " + " ".join(BASE)
 LAYERS = {
-    "cli": _layer("study tune " + ALL_BELOW_NN, None),
+    "cli": _layer("cli study tune " + ALL_BELOW_NN, None),
     "study": _layer("study tune " + ALL_BELOW_NN, None),
     "nn": _layer(
         "nn report methods api kernels op check formats shapes samples device", "torch transformers safetensors"
@@ -48,7 +49,7 @@ LAYERS = {
     "db": _layer(" ".join(BASE), "torch platformdirs"),
 }
 # private modules that serve one layer only
-PRIVATE = {"_db_": "db", "cli_": "cli", "_report": "report"}
+PRIVATE = {"_db_": "db", "cli_": "cli", "__main__": "cli", "_report": "report"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [f for f in FILES if f != PACKAGE / "__init__.py"]
@@ -68,16 +69,23 @@ def layer_of(parts: tuple[str, ...]) -> str:
     return name
 
 
+def _public(name: str) -> str:
+    """The module that `fpk.name` comes from."""
+    return "fpk.kernels" if name == "OPS" else fpk._NAMES.get(name, f"fpk.{name}")
+
+
 def imports(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(module, names) of every import, also those inside functions, and of `import_module` with a literal."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, ()) for alias in node.names)
+            yield from ((alias.name, ()) for alias in node.names if alias.name != "fpk")
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fpk":
+            yield _public(node.attr), ()
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{spell(path)}:{node.lineno}: relative import"
             names = tuple(alias.name for alias in node.names)
             if node.module == "fpk":
-                yield from ((f"fpk.{name}", ()) for name in names)
+                yield from ((_public(name), ()) for name in names)
             else:
                 yield node.module or "", names
         elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
@@ -90,8 +98,9 @@ def test_imports_only_what_its_layer_may(path):
     for module, _ in imports(path):
         top, *rest = module.split(".")
         if top == "fpk":
-            assert rest, f"{spell(path)}: imports fpk itself; name the module"
-            assert layer_of(tuple(rest)) in layer.own, f"{spell(path)}: may not import {module}"
+            assert rest == ["__version__"] or layer_of(tuple(rest)) in layer.own, (
+                f"{spell(path)}: may not import {module}"
+            )
         elif layer.other is not None:
             assert top in STDLIB or top in layer.other, f"{spell(path)}: may not import {module}"
 
@@ -112,6 +121,7 @@ def test_files_are_short(path):
     assert len(path.read_text().splitlines()) < 400
 
 
+@functools.cache
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     return {n.name: n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
 
@@ -131,44 +141,67 @@ def test_every_op_has_a_file():
     assert sorted(OPS) == sorted(f.stem for f in OP_FILES)
 
 
-def _reach(functions: dict[str, ast.FunctionDef], start: str) -> tuple[set[str], set[str]]:
-    """Functions of the file that `start` uses, itself included, and every other name that these read."""
-    reached, names, queue = set(), set(), [start]
+@functools.cache
+def _origins(path: Path) -> dict[str, tuple[str, str]]:
+    """Where the names come from that a file imports at its top: (module, name there)."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {a.asname or a.name: (node.module or "", a.name) for a in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {(a.asname or a.name).split(".")[0]: (a.name, "") for a in node.names}
+    return found
+
+
+def _reach(path: Path, start: str) -> tuple[set[tuple[Path, str]], set[str]]:
+    """Functions that `start` of a kernel file uses, itself and those of private helpers included; modules they read."""
+    reached: set[tuple[Path, str]] = set()
+    modules: set[str] = set()
+    queue = [(path, start)]
     while queue:
-        name = queue.pop()
-        reached.add(name)
-        local = {n.id for n in ast.walk(functions[name]) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        local |= {a.arg for a in ast.walk(functions[name]) if isinstance(a, ast.arg)}
-        body = ast.Module(functions[name].body, [])
-        used = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)} - local
-        names |= used - functions.keys()
-        queue += [n for n in used & functions.keys() if n not in reached]
-    return reached, names
+        file, name = queue.pop()
+        functions, origins = _functions(file), _origins(file)
+        if (file, name) in reached or name not in functions:
+            continue
+        reached.add((file, name))
+        function = functions[name]
+        local = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        local |= {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
+        body = ast.Module(function.body, [])
+        for used in {n.id for n in ast.walk(body) if isinstance(n, ast.Name)} - local:
+            module, there = origins.get(used, ("", ""))
+            if module.startswith("fpk.kernels.") and module.split(".")[-1].startswith("_"):
+                queue.append((PACKAGE.parent / (module.replace(".", "/") + ".py"), there))
+            elif module:
+                modules.add(module)
+            else:
+                queue.append((file, used))
+    return reached, modules
+
+
+def _handles_tensors(place: tuple[Path, str]) -> bool:
+    function = _functions(place[0])[place[1]]
+    hints = [a.annotation for a in ast.walk(function.args) if isinstance(a, ast.arg)] + [function.returns]
+    return any(h is None or "Tensor" in ast.unparse(h) for h in hints)
 
 
 @pytest.mark.parametrize("path", OP_FILES, ids=spell)
 def test_reference_stands_alone(path):
-    """It comes before the kernels and reads only torch and fpk.formats: sharing code would share mistakes."""
+    """It stands before the kernels, reads only torch and fpk.formats, and shares no tensor code with the kernel's side:
+    shared code is shared mistakes."""
     functions = _functions(path)
     reference = OPS[path.stem].reference.__name__
-    reached, names = _reach(functions, reference)
-    origin = {}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            origin |= {a.asname or a.name: node.module for a in node.names}
-        elif isinstance(node, ast.Import):
-            origin |= {(a.asname or a.name).split(".")[0]: a.name for a in node.names}
-    for name in names & origin.keys():
-        top = origin[name].split(".")[0]
-        assert top in ("torch", "math", "typing", "collections") or origin[name] == "fpk.formats", (
-            f"{spell(path)}: the reference uses {name} of {origin[name]}"
-        )
-    kernel_side = {path.stem} | {n for n, f in functions.items() if "triton.jit" in _decorators(f)}
-    for start in sorted(kernel_side):
-        shared = reached & _reach(functions, start)[0]
-        assert not shared, f"{spell(path)}: {start} and the reference both use {shared}"
-    first_kernel = min((functions[n].lineno for n in kernel_side), default=0)
-    assert functions[reference].lineno < first_kernel
+    reached, modules = _reach(path, reference)
+    for module in modules:
+        known = module.split(".")[0] in ("torch", "math", "typing", "collections") or module == "fpk.formats"
+        assert known, f"{spell(path)}: the reference uses {module}"
+    kernel_side = [path.stem] + [n for n, f in functions.items() if "triton.jit" in _decorators(f)]
+    for start in kernel_side:
+        shared = [place for place in reached & _reach(path, start)[0] if _handles_tensors(place)]
+        assert not shared, f"{spell(path)}: {start} and the reference both use {[name for _, name in shared]}"
+    for file, name in reached:
+        assert "triton.jit" not in _decorators(_functions(file)[name]), f"{spell(path)}: the reference uses {name}"
+    assert functions[reference].lineno < min(functions[n].lineno for n in kernel_side)
 
 
 @pytest.mark.parametrize("path", [f for f in FILES if "kernels" in f.parts], ids=spell)
