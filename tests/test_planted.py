@@ -61,15 +61,15 @@ PLANTS = [
         "mask=mask & (offs_k < K - 1)[None, :])\n    if E8M0:\n        scale = decode_e8m0(scale)",
     ),
     Plant("scaled_mm", "dropped scale", "out *= tl.load(scale_b_ptr", "tl.load(scale_b_ptr"),
-    Plant("scaled_mm", "missing other in the tail of K", "mask=mask_k, other=0.0)", "mask=mask_k)", 2),
+    Plant("scaled_mm", "missing other in the tail of K", "mask=offs_k < K, other=0.0)", "mask=offs_k < K)"),
     Plant(
         "scaled_mm", "wrong axis of the weight's scale",
         "tl.load(scale_b_ptr + offs_n * stride_sb, mask=mask_n, other=0.0)[None, :]",
         "tl.load(scale_b_ptr + offs_m * stride_sb, mask=mask_m, other=0.0)[:, None]",
     ),
     Plant("scaled_mm", "zero point added", "acc -= zero[:, None]", "acc += zero[:, None]"),
-    Plant("scaled_mm", "last row unwritten", "mask_m[:, None] & mask_n[None, :]",
-          "(offs_m < M - 1)[:, None] & mask_n[None, :]"),
+    Plant("scaled_mm", "last row unwritten", "mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]\n    tl.store",
+          "mask = (offs_m < M - 1)[:, None] & (offs_n < N)[None, :]\n    tl.store"),
     Plant("scaled_mm", "a part of the split lost", "for _ in range(1, SPLIT_K)", "for _ in range(2, SPLIT_K)"),
     Plant("scaled_mm", "bias dropped", "if bias_ptr is not None:", "if False:"),
 ]  # fmt: skip

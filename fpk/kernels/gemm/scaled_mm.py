@@ -3,8 +3,8 @@
     out[m, n] = scale_a[m] * scale_b[n] * (sum_k a[m, k] * b[n, k] - zero_point_a[m] * colsum_b[n]) + bias[n]
 
 A scale of shape (rows, 1) is per token for `a` and per channel for `b`; (1, 1) is per tensor; any mix. Scales that
-change along K: scaled_mm_group. FP8 products accumulate in fp32, INT8 products exactly in int32; the bias is added in fp32
-before the single rounding to the output.
+change along K: scaled_mm_group. FP8 products accumulate in fp32, INT8 products exactly in int32; the bias is added in
+fp32 before the single rounding to the output.
 
 Kernels: `tile`, pointers, one tile a program, runs everywhere (SWAP puts the weights on the matrix instruction's 64-row
 side, for few tokens); `split`, the same with K divided over programs and a second, ordered reduction; `persistent`,
@@ -35,6 +35,16 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8
 from fpk.kernels._tile import tile_of
+from fpk.kernels.gemm._mm import (
+    OUT_TYPES,
+    accumulate,
+    broadcast_strides,
+    finish,
+    load_k,
+    parts_buffer,
+    reduce_parts,
+    store_tile,
+)
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales, strided
 from fpk.shapes import linear_cases
@@ -94,42 +104,6 @@ def check(
     expect_fp8_matmul("scaled_mm", a)
 
 
-@triton.jit
-def _accumulate(a, b, acc, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
-    """acc += a @ b.T for a [BLOCK_M, BLOCK_K], b [BLOCK_N, BLOCK_K]; acc is transposed when SWAP.
-
-    FP8 tensor cores of sm90 keep about 14 bits while they accumulate. PROMOTE > 0 moves the sum to fp32 registers every
-    PROMOTE products.
-    """
-    if SWAP:
-        left, right = b, tl.trans(a)
-    else:
-        left, right = a, tl.trans(b)
-    if PROMOTE > 0:
-        acc = tl.dot(left, right, acc, max_num_imprecise_acc=PROMOTE)
-    else:
-        acc = tl.dot(left, right, acc, out_dtype=acc.dtype)
-    return acc
-
-
-@triton.jit
-def _finish(
-    acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
-    offs_m, offs_n, M, N, stride_sa, stride_sb, stride_za,
-):  # fmt: skip
-    """Scales, zero point and bias on an accumulated tile [BLOCK_M, BLOCK_N]; the scales do not depend on k."""
-    mask_m, mask_n = offs_m < M, offs_n < N
-    if zero_ptr is not None:
-        zero = tl.load(zero_ptr + offs_m * stride_za, mask=mask_m, other=0)
-        acc -= zero[:, None] * tl.load(colsum_ptr + offs_n, mask=mask_n, other=0)[None, :]
-    out = acc.to(tl.float32)
-    out *= tl.load(scale_a_ptr + offs_m * stride_sa, mask=mask_m, other=0.0)[:, None]
-    out *= tl.load(scale_b_ptr + offs_n * stride_sb, mask=mask_n, other=0.0)[None, :]
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    return out
-
-
 @triton.jit(do_not_specialize=["M"])
 def _tile_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, out_ptr,
@@ -143,61 +117,29 @@ def _tile_kernel(
     part = tl.program_id(1)
     offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_m, mask_n = offs_m < M, offs_n < N
     # rows beyond the edge read row 0: no mask in the loop, and the store drops them
-    a_rows = a_ptr + tl.where(mask_m, offs_m, 0)[:, None] * stride_am
-    b_rows = b_ptr + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
+    a_rows = a_ptr + tl.where(offs_m < M, offs_m, 0)[:, None] * stride_am
+    b_rows = b_ptr + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
 
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32 if INT8 else tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if INT8 else tl.float32)
-    offs_k = tl.arange(0, BLOCK_K)
     for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_rows + k + offs_k[None, :])  # [BLOCK_M, BLOCK_K]
-            b = tl.load(b_rows + k + offs_k[None, :])  # [BLOCK_N, BLOCK_K]
-        else:
-            mask_k = (k + offs_k < K)[None, :]
-            a = tl.load(a_rows + k + offs_k[None, :], mask=mask_k, other=0.0)
-            b = tl.load(b_rows + k + offs_k[None, :], mask=mask_k, other=0.0)
-        acc = _accumulate(a, b, acc, SWAP, PROMOTE)
+        a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
+        b = load_k(b_rows, k, K, BLOCK_K, EVEN_K)
+        acc = accumulate(a, b, acc, SWAP, PROMOTE)
     if SWAP:
         acc = tl.trans(acc)
 
-    mask = mask_m[:, None] & mask_n[None, :]
     if SPLIT_K == 1:
-        out = _finish(
+        out = finish(
             acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
             offs_m, offs_n, M, N, stride_sa, stride_sb, stride_za,
         )  # fmt: skip
-        tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+        store_tile(out_ptr, out, offs_m, offs_n, M, N, stride_om)
     else:
-        part_ptr = out_ptr + part.to(tl.int64) * M * N
-        tl.store(part_ptr + offs_m[:, None] * N + offs_n[None, :], acc, mask=mask)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _reduce_kernel(
-    part_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, out_ptr,
-    M, N, stride_om, stride_sa, stride_sb, stride_za,
-    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Sum the parts of a split product in their order, so that the result does not depend on timing."""
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    ptrs = part_ptr + offs_m[:, None] * N + offs_n[None, :]
-    acc = tl.load(ptrs, mask=mask, other=0.0)
-    step = M.to(tl.int64) * N
-    for _ in range(1, SPLIT_K):
-        ptrs += step
-        acc += tl.load(ptrs, mask=mask, other=0.0)
-    out = _finish(
-        acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
-        offs_m, offs_n, M, N, stride_sa, stride_sb, stride_za,
-    )  # fmt: skip
-    tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+        store_tile(out_ptr + part.to(tl.int64) * M * N, acc, offs_m, offs_n, M, N, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -216,8 +158,8 @@ def _persistent_kernel(
         for k in range(0, K, BLOCK_K):
             a = a_desc.load([m * BLOCK_M, k])
             b = b_desc.load([n * BLOCK_N, k])
-            acc = _accumulate(a, b, acc, False, PROMOTE)
-        out = _finish(
+            acc = accumulate(a, b, acc, False, PROMOTE)
+        out = finish(
             acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
             m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N), M, N,
             stride_sa, stride_sb, stride_za,
@@ -225,10 +167,7 @@ def _persistent_kernel(
         out_desc.store([m * BLOCK_M, n * BLOCK_N], out.to(OUT))
 
 
-_OUT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def configs(a: Tensor, b: Tensor, **_: Any):
+def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
     tile = dict(kernel="tile", SWAP=False, GROUP_M=8)
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(**tile, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
@@ -238,8 +177,10 @@ def configs(a: Tensor, b: Tensor, **_: Any):
             kernel="tile", SWAP=True, GROUP_M=1, BLOCK_M=max(16, M), BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4
         )
     if M >= 1024:
+        # promoting to fp32 needs registers for two sums: 128 x 256 spills there
+        wide = 256 if fast_accum or a.dtype is torch.int8 else 128
         yield Config(
-            kernel="persistent", GROUP_M=8, FLATTEN=False, BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, num_warps=8,
+            kernel="persistent", GROUP_M=8, FLATTEN=False, BLOCK_M=128, BLOCK_N=wide, BLOCK_K=128, num_warps=8,
             num_stages=3,
         )  # fmt: skip
     yield Config(**tile, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, num_warps=4, num_stages=3)
@@ -381,8 +322,7 @@ def scaled_mm(
         return out
     config = dict(config)
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
-    # stride 0 where one scale serves all rows
-    strides = [0 if t is None or t.shape[0] == 1 else t.stride(0) for t in (scale_a, scale_b, zero_point_a)]
+    strides = broadcast_strides(scale_a, scale_b, zero_point_a)
     is_int8 = a.dtype is torch.int8
     promote = 0 if is_int8 or fast_accum else min(128, config["BLOCK_K"])
     epilogue = (scale_a, scale_b, bias, zero_point_a, colsum_b)
@@ -393,20 +333,15 @@ def scaled_mm(
             TensorDescriptor.from_tensor(a, [block_m, block_k]), TensorDescriptor.from_tensor(b, [block_n, block_k]),
             TensorDescriptor.from_tensor(out, [block_m, block_n]), *epilogue,
             M, N, K, *strides,
-            INT8=is_int8, PROMOTE=promote, OUT=_OUT_TYPES[out_dtype], enable_fp_fusion=False, **config,
+            INT8=is_int8, PROMOTE=promote, OUT=OUT_TYPES[out_dtype], enable_fp_fusion=False, **config,
         )  # fmt: skip
         return out
-    target = out
-    if split > 1:
-        target = torch.empty((split, M, N), dtype=torch.int32 if is_int8 else torch.float32, device=a.device)
+    parts = parts_buffer(out, split, torch.int32 if is_int8 else torch.float32)
     _tile_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n), split)](
-        a, b, *epilogue, target,
+        a, b, *epilogue, parts,
         M, N, K, a.stride(0), b.stride(0), out.stride(0), *strides,
         INT8=is_int8, PROMOTE=promote, EVEN_K=K % block_k == 0, SPLIT_K=split, enable_fp_fusion=False, **config,
     )  # fmt: skip
     if split > 1:
-        _reduce_kernel[(triton.cdiv(M, 8), triton.cdiv(N, 128))](
-            target, *epilogue, out, M, N, out.stride(0), *strides,
-            SPLIT_K=split, BLOCK_M=8, BLOCK_N=128, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        reduce_parts(parts, out, epilogue, strides)
     return out

@@ -1,0 +1,116 @@
+"""Device functions and the split-K reduction that the matrix product ops share."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpk.kernels._tile import decode_e8m0
+
+OUT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def load_k(rows, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """BLOCK_K columns of a tile of row pointers [rows, 1] from column k on; zeros from column K on."""
+    offs_k = k + tl.arange(0, BLOCK_K)[None, :]
+    if EVEN_K:
+        tile = tl.load(rows + offs_k)
+    else:
+        tile = tl.load(rows + offs_k, mask=offs_k < K, other=0.0)
+    return tile
+
+
+@triton.jit
+def accumulate(a, b, acc, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
+    """acc += a @ b.T for a [BLOCK_M, BLOCK_K], b [BLOCK_N, BLOCK_K]; acc is transposed when SWAP.
+
+    FP8 tensor cores of sm90 keep about 14 bits while they accumulate. PROMOTE > 0 moves the sum to fp32 registers every
+    PROMOTE products.
+    """
+    if SWAP:
+        left, right = b, tl.trans(a)
+    else:
+        left, right = a, tl.trans(b)
+    if PROMOTE > 0:
+        acc = tl.dot(left, right, acc, max_num_imprecise_acc=PROMOTE)
+    else:
+        acc = tl.dot(left, right, acc, out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
+def load_scale(ptrs, mask, E8M0: tl.constexpr):
+    """fp32 scales, or e8m0 bytes as such; 0 or 2^-127 off the mask."""
+    scale = tl.load(ptrs, mask=mask, other=0)
+    if E8M0:
+        scale = decode_e8m0(scale)
+    return scale
+
+
+@triton.jit
+def finish(
+    acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
+    offs_m, offs_n, M, N, stride_sa, stride_sb, stride_za,
+):  # fmt: skip
+    """Zero point, scales and bias, whichever there are, on an accumulated tile [BLOCK_M, BLOCK_N]; fp32."""
+    mask_m, mask_n = offs_m < M, offs_n < N
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + offs_m * stride_za, mask=mask_m, other=0)
+        acc -= zero[:, None] * tl.load(colsum_ptr + offs_n, mask=mask_n, other=0)[None, :]
+    out = acc.to(tl.float32)
+    if scale_a_ptr is not None:
+        out *= tl.load(scale_a_ptr + offs_m * stride_sa, mask=mask_m, other=0.0)[:, None]
+    if scale_b_ptr is not None:
+        out *= tl.load(scale_b_ptr + offs_n * stride_sb, mask=mask_n, other=0.0)[None, :]
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    return out
+
+
+@triton.jit
+def store_tile(out_ptr, tile, offs_m, offs_n, M, N, stride_om):
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :], tile.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def reduce_kernel(
+    part_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, out_ptr,
+    M, N, stride_om, stride_sa, stride_sb, stride_za,
+    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sum the parts of a split product in their order, so that the result does not depend on timing."""
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    ptrs = part_ptr + offs_m[:, None] * N + offs_n[None, :]
+    acc = tl.load(ptrs, mask=mask, other=0)
+    step = M.to(tl.int64) * N
+    for _ in range(1, SPLIT_K):
+        ptrs += step
+        acc += tl.load(ptrs, mask=mask, other=0)
+    out = finish(
+        acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
+        offs_m, offs_n, M, N, stride_sa, stride_sb, stride_za,
+    )  # fmt: skip
+    store_tile(out_ptr, out, offs_m, offs_n, M, N, stride_om)
+
+
+def parts_buffer(out: Tensor, split: int, dtype: torch.dtype) -> Tensor:
+    """Where a product split `split` ways along K puts its raw sums; the output itself if it is not split."""
+    return out if split == 1 else torch.empty((split, *out.shape), dtype=dtype, device=out.device)
+
+
+def reduce_parts(parts: Tensor, out: Tensor, epilogue: tuple[Tensor | None, ...], strides: list[int]) -> None:
+    """Launch the reduction of a split product."""
+    M, N = out.shape
+    reduce_kernel[(triton.cdiv(M, 8), triton.cdiv(N, 128))](
+        parts, *epilogue, out, M, N, out.stride(0), *strides,
+        SPLIT_K=parts.shape[0], BLOCK_M=8, BLOCK_N=128, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def broadcast_strides(*tensors: Tensor | None) -> list[int]:
+    """Row strides of (rows, 1) tensors: 0 where one element serves all rows, or there is none."""
+    return [0 if t is None or t.shape[0] == 1 else t.stride(0) for t in tensors]
