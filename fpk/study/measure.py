@@ -37,20 +37,20 @@ Progress = Callable[[str, int, int], None]
 def layer_schemes() -> list[str]:
     """Every layer scheme there is: each scheme that weights may have, with its activations and weight-only.
 
-    Schemes for activations are left out: scales per token are, for weights, those of the channel scheme; and weights
-    with zero points have no layer.
+    Left out are what only activations have (a scheme that names no activations to go with it) and scales per token,
+    which are, for weights, those of the channel scheme.
     """
     names: list[str] = []
     seen = set()
     for scheme in SCHEMES.values():
-        if scheme.granularity.name == "token" or "zero_point" in scheme.outputs:
+        if scheme.granularity.name == "token" or not scheme.activation:
             continue
-        for activation in dict.fromkeys((scheme.activation or BASELINE, BASELINE)):
+        for activation in (scheme.activation, BASELINE):
             same = (scheme.format, scheme.granularity.rows, scheme.granularity.cols, scheme.scale_format)
             key = (*same, scheme.quantizer, scheme.options, activation)
             if key not in seen:
                 seen.add(key)
-                names.append(str(parse_layer_scheme(f"{scheme.name}:{activation}")))
+                names.append(f"{scheme.name}:{activation}")
     return names
 
 
@@ -257,9 +257,11 @@ def capture_inputs(model: nn.Module, tokens: Tensor, layers: dict[str, nn.Linear
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the difference over that of `expected`, in fp32 or better."""
+    """Frobenius norm of the difference over that of `expected`, summed in fp64."""
     expected = expected.float()
-    return float((out.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    noise = torch.linalg.vector_norm(out.float() - expected, dtype=torch.float64)
+    signal = torch.linalg.vector_norm(expected, dtype=torch.float64)
+    return float(noise / signal.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def decibels(rel_err: float) -> float:
