@@ -123,8 +123,10 @@ class Job:
             candidates=lambda op, case: self.candidates(op, case, limit), failures=self.failures,
             trial_limit_s=self.arguments.trial_limit,
         )  # fmt: skip
-        tuner = CaseTuner(self.store, options, "0", print)
         open_jobs = [j for j in self.store.jobs(sweep) if j["state"] == "open"]
+        if not open_jobs:
+            return
+        tuner = CaseTuner(self.store, options, "0", print)
         try:
             for n, job in enumerate(open_jobs, 1):
                 begun = time.monotonic()

@@ -151,7 +151,7 @@ class CaseTuner:
             for r, t in enumerate(sorted(block, key=lambda t: (t.us or 0.0, t.config))[:4])
         )
         configs = [row.config for _, block in table.nearest(wanted) for row in block]
-        configs += db.active().candidates(op.name, wanted, self.options.device)
+        configs += [answer.row.config for answer in db.explain(op.name, wanted, self.options.device)]
         found = [numbers[text] for c in configs if (text := canonical(c)) in numbers]
         return list(dict.fromkeys(found))[:16]
 

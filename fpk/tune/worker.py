@@ -46,11 +46,17 @@ class Worker:
         self._command = (executor, json.dumps(options or {}))
         self._env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
         self.restarts = -1
         self.started = 0.0
         self.deadline = 0.0
 
-    def _start(self) -> None:
+    def launch(self) -> None:
+        """Begin to start the process, if it does not run; `submit` waits until it is ready."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if self._process is not None:
+            self._kill()
         environment = dict(os.environ)
         for name, value in self._env.items():
             environment.pop(name, None)
@@ -68,6 +74,11 @@ class Worker:
             end.close()
         self.reader, self._writer = here
         self.restarts += 1
+        self._ready = False
+
+    def _await_ready(self) -> None:
+        if self._ready:
+            return
         if not self.reader.poll(STARTUP_S):
             raise RuntimeError(f"tune: worker did not start within {STARTUP_S:.0f} s: {self._kill()}")
         try:
@@ -77,11 +88,12 @@ class Worker:
         if hello != "ready":
             self._kill()
             raise RuntimeError(f"tune: worker could not start: {hello}")
+        self._ready = True
 
     def submit(self, method: str, *args: Any, limit_s: float) -> None:
         """Begin a call; `result` waits for it."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
+        self.launch()
+        self._await_ready()
         self.started = time.monotonic()
         self.deadline = self.started + limit_s
         with contextlib.suppress(BrokenPipeError):  # `result` will see that it is dead
@@ -142,6 +154,8 @@ def run_all(
 
     until: `time.monotonic()` after which no further call is begun.
     """
+    for worker in workers:  # all at once: importing torch takes seconds
+        worker.launch()
     waiting = enumerate(calls)
     busy: dict[int, int] = {}  # worker -> position
     while True:
