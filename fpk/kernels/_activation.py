@@ -145,7 +145,9 @@ def _gate(g, v, PRECISE: tl.constexpr):
         lost = tl.fma(v, tl.full(v.shape, 1.4426950408889634, tl.float32), -t) + v * 1.925963033500607e-08
         e = tl.where(tl.abs(t) < 250.0, e * (1.0 + lost * 0.6931471805599453), e)
         return tl.math.div_rn(g, 1.0 + e)
-    return g / (1.0 + e)
+    # 1 / y as the square of 1 / sqrt(y): two multiplications, where a division takes care of ranges that y >= 1 has not
+    root = tl.math.rsqrt(1.0 + e)
+    return g * root * root
 
 
 @triton.jit
