@@ -5,7 +5,6 @@ them through each parameter's `weight_loader`, lets the method process them, and
 the engine: any `nn.Module` with the fields of `Linear` will do as a layer.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,64 +14,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_one_of
+from fpk.methods.holders import Attention, Holder, RoutedExperts
 from fpk.methods.loading import Loader, Loading, WriteLayout, are_pre_processed
 from fpk.methods.parallel import is_row_sharded
-from fpk.methods.parameter import Cut, Layout, Weight, attributes_of, cut_of, name_of, register
+from fpk.methods.parameter import Cut, Layout, Weight, cut_of, name_of, register
+
+__all__ = [
+    "Attention",
+    "Holder",
+    "Linear",
+    "LinearMethod",
+    "QuantizedLinearMethod",
+    "RoutedExperts",
+    "UnquantizedLinearMethod",
+]
 
 ACTIVATIONS = (torch.bfloat16, torch.float16)
-
-
-class Holder(nn.Module):
-    """A module whose parameters keep their attributes in a deepcopy, and codes and scales their dtype in `.to`."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Holder":
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
-                new._parameters[name].__dict__.update(copy.deepcopy(attributes_of(parameter), memo))
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch cannot pickle 1-byte floats: they travel as bytes with their dtype
-        state = dict(self.__dict__)
-        state["_parameters"] = {
-            n: (p.data.view(torch.uint8), p.dtype, attributes_of(p)) if p is not None and p.dtype.itemsize == 1 else p
-            for n, p in self._parameters.items()
-        }
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        parameters = state.pop("_parameters")
-        super().__setstate__(state | {"_parameters": {}})
-        for name, value in parameters.items():
-            if isinstance(value, tuple):
-                register(self, name, value[0].view(value[1]), **value[2])
-            else:
-                self.register_parameter(name, value)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Holder":
-        attributes = {n: attributes_of(p) for n, p in self._parameters.items() if p is not None}
-        loading = self.__dict__.get("loading")
-
-        def keep(tensor: Tensor) -> Tensor:
-            if tensor.is_meta and loading is not None:  # it has no data yet; it will be made where it would be now
-                loading.moved(fn(torch.empty(0, dtype=tensor.dtype, device=loading.device)).device)
-                return tensor
-            result = fn(tensor)
-            fixed = getattr(tensor, "fixed_dtype", False) and result.dtype != tensor.dtype
-            return tensor.detach().to(result.device) if fixed else result
-
-        super()._apply(keep, recurse)  # type: ignore[arg-type]
-        for name, values in attributes.items():
-            parameter = self._parameters[name]
-            if parameter is not None:
-                parameter.__dict__.update(values)
-        moved = getattr(self.__dict__.get("quant_method"), "moved", None)
-        if moved is not None:
-            moved(self)
-        return self
 
 
 class Linear(Holder):
@@ -151,6 +108,13 @@ class Linear(Holder):
         first = self.tp_rank == 0 or not is_row_sharded(self)  # a sum of ranks has the bias once
         return self.quant_method.apply(self, x, self.bias if first else None)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """A state of a processed layer, loaded into one that is not, makes it processed."""
+        state = {n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)}
+        if self.quant_method.is_processed(self, state):
+            self.quant_method.adopt(self, state)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """This rank's weight (N, K) as the layer multiplies by it."""
         return self.quant_method.dequantize(self, dtype)
@@ -223,6 +187,13 @@ class LinearMethod(ABC):
 
     def moved(self, layer: nn.Module) -> None:  # noqa: B027  most methods need not know
         """The layer's parameters may be on another device now."""
+
+    def is_processed(self, layer: nn.Module, state: dict[str, Tensor]) -> bool:
+        """Are these parameters processed, and the layer's are not?"""
+        return False
+
+    def adopt(self, layer: nn.Module, state: dict[str, Tensor]) -> None:  # noqa: B027  as is_processed
+        """Make room for processed parameters of these shapes and dtypes, and take the layer for processed."""
 
     def leave_pre_processed(self, layer: nn.Module) -> bool:
         """Are weights to be left as they are? Raises RuntimeError for a method that cannot."""
@@ -302,41 +273,6 @@ def add_parameter(layer: Any, name: str, data: Tensor, layout: Layout, **attribu
     """Register a parameter that is loaded by the engine's `weight_loader` if there is one, else by `layout`."""
     load = attributes.pop("weight_loader", None) or WriteLayout(f"{name_of(layer)}.{name}", layout)
     return register(layer, name, data, weight_loader=Loader(layer, name, load), **attributes)
-
-
-class RoutedExperts(Holder):
-    """The experts of a mixture-of-experts layer: fields of the engine's layer that methods read, by keyword."""
-
-    def __init__(self, moe_config: Any, *, prefix: str = "", quant_method: Any = None, **fields: Any) -> None:
-        super().__init__()
-        self.moe_config = moe_config
-        self.prefix = prefix
-        self.quant_method = quant_method
-        known = dict(
-            activation="silu", global_num_experts=moe_config.num_experts, local_num_experts=moe_config.num_experts,
-            expert_map=None, intermediate_size_per_partition=moe_config.intermediate_size_per_partition,
-            apply_router_weight_on_input=False, num_expert_group=None, topk_group=None, e_score_correction_bias=None,
-            routed_scaling_factor=1.0, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None,
-        )  # fmt: skip
-        for name in fields:
-            expect_one_of("RoutedExperts: argument", name, known)
-        for name, value in (known | fields).items():
-            setattr(self, name, value)
-
-
-class Attention(Holder):
-    """The KV cache side of an attention layer: its sizes, the cache's dtype, and the scales that a method adds."""
-
-    def __init__(
-        self, num_kv_heads: int, head_size: int, head_size_v: int | None = None, *, kv_cache_dtype: str = "auto",
-        prefix: str = "", quant_method: Any = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.num_kv_heads, self.head_size = num_kv_heads, head_size
-        self.head_size_v = head_size if head_size_v is None else head_size_v
-        self.kv_cache_dtype = kv_cache_dtype
-        self.prefix = prefix
-        self.quant_method = quant_method
 
 
 def _divide(what: str, size: int, parts: int) -> int:

@@ -152,14 +152,16 @@ class Fp8Config(QuantizationConfig):
         )
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of a layer, by its type; None for layers that FP8 does not concern (embeddings, lm_head, ...).
+        """The method of a layer; None for layers that FP8 does not concern (embeddings, lm_head, ...).
+
+        fpk's holders are known by their type, an engine's layers by the sizes or the `moe_config` that they have.
 
         Raises:
             ValueError: only some parts of a fused layer are ignored.
         """
-        if isinstance(layer, Linear):
+        if isinstance(layer, Linear) or (hasattr(layer, "input_size") and hasattr(layer, "output_size")):
             return self._linear_method(prefix)
-        if isinstance(layer, RoutedExperts):
+        if isinstance(layer, RoutedExperts) or hasattr(layer, "moe_config"):
             return self._experts_method(layer, prefix)
         if isinstance(layer, Attention):
             return _method("Fp8KVCacheMethod")(self)

@@ -15,7 +15,7 @@ from fpk.kernels.quant.dequantize import dequantize
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
 from fpk.methods.base import QuantizedLinearMethod, add_parameter, store_sizes
 from fpk.methods.loading import Staging
-from fpk.methods.parameter import MISSING, Blocks, BlockScale, TensorScale, Weight, name_of, replace
+from fpk.methods.parameter import MISSING, Blocks, BlockScale, TensorScale, Weight, adopt, name_of, replace
 from fpk.methods.products import dequantize_blocks, fp8_block_product, fp8_product, note_units, weight_only_product
 
 CHUNK = 16 << 20  # elements that are held in fp32 at a time when a shard is quantized anew: 64 MiB
@@ -71,7 +71,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
             )  # fmt: skip
         if self.is_static:
             self._expect_scale(layer, "input_scale", (len(cut.widths),), shards, extra_weight_attrs)
-        self.moved(layer)
+        self._finish(layer)
 
     def _expect_scale(
         self, layer: Any, name: str, shape: tuple[int, ...], layout: Any, extra: dict[str, Any], is_e8m0: bool = False,
@@ -98,9 +98,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
                 self._expect_together(layer, loaded)
                 self._process(layer, loaded)
         staging.done()
-        if "input_scale" not in layer._parameters:
-            layer.register_parameter("input_scale", None)
-        self.moved(layer)
+        self._finish(layer)
 
     def _expect_together(self, layer: Any, loaded: dict[str, Tensor]) -> None:
         for name in ("weight", self.scale_name):
@@ -128,6 +126,23 @@ class Fp8LinearMethod(QuantizedLinearMethod):
         replace(layer, "weight", codes)
         if inputs is not None:
             replace(layer, "input_scale", _largest(inputs, widths))
+
+    def is_processed(self, layer: Any, state: dict[str, Tensor]) -> bool:
+        """By a scale or a type that checkpoints do not have. Without a difference, processing would change nothing."""
+        if layer.loading.processed or not {"weight", self.scale_name} <= state.keys():
+            return False
+        scale = state[self.scale_name]
+        return scale.shape != getattr(layer, self.scale_name).shape or state["weight"].dtype != layer.weight.dtype
+
+    def adopt(self, layer: Any, state: dict[str, Tensor]) -> None:
+        adopt(layer, state, layer.weight.device)
+        layer.loading.done()
+        self._finish(layer)
+
+    def _finish(self, layer: Any) -> None:
+        if "input_scale" not in layer._parameters:
+            layer.register_parameter("input_scale", None)
+        self.moved(layer)
 
     def moved(self, layer: Any) -> None:
         note_units(layer)

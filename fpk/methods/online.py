@@ -22,7 +22,7 @@ from fpk.kernels.quant.quantize_int8_token import quantize_int8_token
 from fpk.methods.base import QuantizedLinearMethod, add_parameter, store_sizes
 from fpk.methods.loading import Streaming
 from fpk.methods.parallel import is_column_sharded, is_row_sharded, reduce_max, reduce_weight_scale
-from fpk.methods.parameter import Blocks, Weight, cdiv, name_of, replace
+from fpk.methods.parameter import Blocks, Weight, adopt, cdiv, name_of, replace
 from fpk.methods.products import (
     dequantize_blocks,
     fp8_block_product,
@@ -84,6 +84,13 @@ class OnlineLinearMethod(QuantizedLinearMethod):
                 expect_valid_scale(f"{name_of(layer)}.{name}", tensor)
             replace(layer, name, tensor)
             layer._parameters[name].fixed_dtype = True
+        self.finish(layer)
+
+    def is_processed(self, layer: Any, state: dict[str, Tensor]) -> bool:
+        return layer.weight.is_meta and "weight" in state and state["weight"].dtype not in FLOAT_INPUTS
+
+    def adopt(self, layer: Any, state: dict[str, Tensor]) -> None:
+        adopt(layer, state, layer.loading.device)
         self.finish(layer)
 
     def finish(self, layer: Any) -> None:

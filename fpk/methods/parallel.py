@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpk.methods.parameter import cdiv
+
 ReduceMax = Callable[[Tensor, Any], Tensor]
 
 _reduce: ContextVar[ReduceMax | None] = ContextVar("fpk_reduce_max", default=None)
@@ -63,6 +65,22 @@ def reduce_max(tensor: Tensor, ranks: int, group: Any = None, what: str = "reduc
     result = tensor.clone()
     torch.distributed.all_reduce(result, op=torch.distributed.ReduceOp.MAX, group=group)
     return result
+
+
+def shard_range(size: int, group: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First and last-but-one index of a rank's part of a dimension whose groups must not be cut.
+
+    Every rank gets as many whole groups as the first, until none are left: of 2880 in groups of 32, four ranks get 23,
+    23, 23 and 21 groups. The last group of the dimension may be short.
+
+    Raises:
+        ValueError: group or ranks below 1, or a rank out of range.
+    """
+    if group < 1 or not 0 <= rank < ranks:
+        raise ValueError(f"shard_range: expected group >= 1 and 0 <= rank < ranks, got {group}, {rank} and {ranks}")
+    groups = cdiv(size, group)
+    part = cdiv(groups, ranks) * group
+    return min(rank * part, size), min((rank + 1) * part, size)
 
 
 def is_row_sharded(layer: Any) -> bool:

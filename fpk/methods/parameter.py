@@ -255,6 +255,16 @@ def register(layer: nn.Module, name: str, data: Tensor, **attributes: Any) -> nn
     return parameter
 
 
+def adopt(layer: nn.Module, state: dict[str, Tensor], device: torch.device) -> None:
+    """Empty parameters for all but the bias of a processed layer's state, with the attributes that are there."""
+    for name, value in state.items():
+        if name != "bias":
+            old = layer._parameters.get(name)
+            attributes = attributes_of(old) if old is not None else {}
+            data = torch.empty_like(value, device=device)
+            register(layer, name, data, **attributes | {"fixed_dtype": True})
+
+
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
     """What fpk or an engine has attached to a parameter; not what torch has."""
     return {n: v for n, v in parameter.__dict__.items() if not n.startswith("_")}

@@ -52,7 +52,6 @@ WAITING: dict[str, str] = {
     "B45": "scheme:nvfp4",
     "B47": "scheme:nvfp4",
     "B49": "scheme:mxfp4",
-    "B51": "fpk.methods.parallel:shard_range",
     "B76": "scheme:mxfp8_e4m3",
     "B82": "fpk.nn:load_quantized",
     "B84": "fpk.nn:load_quantized",
@@ -303,6 +302,13 @@ def online(method: str, weight: Tensor, widths: list[int] | None = None, **paral
             start += width
         layer.quant_method.process_weights_after_loading(layer)
     return layer
+
+
+@adapter("B51")
+def shard_ranges(i):
+    from fpk.methods.parallel import shard_range
+
+    return [shard_range(i["n"], i["group"], i["tp"], rank) for rank in range(i["tp"])]
 
 
 # ---- serialized layers -----------------------------------------------------

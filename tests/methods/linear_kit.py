@@ -89,3 +89,13 @@ class Ranks:
                 raise error
         assert not errors
         return results
+
+
+def group_rounded(x: Tensor, group: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """x quantized a scale per `group` columns and dequantized, fp32; straight from the definition."""
+    fmt = FP8[dtype]
+    parts = []
+    for part in x.float().split(group, dim=-1):
+        scale = part.abs().amax(-1, keepdim=True).clamp(min=1e-10) / fmt.qmax
+        parts.append((part / scale).clamp(-fmt.max, fmt.max).to(dtype).float() * scale)
+    return torch.cat(parts, dim=-1)

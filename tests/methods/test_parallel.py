@@ -12,7 +12,7 @@ from fpk.methods import (
     Int8PtpcOnlineLinearMethod,
     Linear,
 )
-from fpk.methods.parallel import reduce_max
+from fpk.methods.parallel import reduce_max, shard_range
 
 pytestmark = pytest.mark.usefixtures("references")
 
@@ -206,3 +206,11 @@ def test_refuses_sizes_that_do_not_add_up():
         TENSOR().create_weights(layer, K, [30], K, 100, torch.bfloat16)
     with pytest.raises(ValueError, match=r"input_size_per_partition: expected 96 / 4 ranks, got 30"):
         TENSOR().create_weights(layer, 30, [30], K, 30, torch.bfloat16)
+
+
+def test_ranges_cut_between_groups():
+    assert [shard_range(2880, 32, 4, r) for r in range(4)] == [(0, 736), (736, 1472), (1472, 2208), (2208, 2880)]
+    assert [shard_range(100, 32, 8, r) for r in range(8)] == [(0, 32), (32, 64), (64, 96), (96, 100)] + [(100, 100)] * 4
+    for arguments in ((64, 0, 2, 0), (64, 32, 2, 2), (64, 32, 0, 0)):
+        with pytest.raises(ValueError, match="shard_range: expected"):
+            shard_range(*arguments)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpk.op
 from fpk.check import assert_close, bits
+from fpk.device import pretend
 from fpk.formats import E4M3FN, encode
 from fpk.methods import (
     Fp8Config,
@@ -149,6 +150,26 @@ def test_state_dicts_round_trip(kind):
     buffer.seek(0)
     assert not target.load_state_dict(torch.load(buffer)).missing_keys
     same(target, source)
+
+
+@every_kind
+def test_a_processed_state_loads_into_a_new_layer(kind):
+    source = load(make(kind), seed=1)
+    other = make(kind)
+    assert not other.load_state_dict(source.state_dict()).missing_keys
+    other.quant_method.process_weights_after_loading(other)
+    same(other, source)
+    same(load(other, seed=2), load(make(kind), seed=2))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "static", "block"])
+def test_the_state_of_another_gpu_s_format_is_not_converted(kind):
+    with pretend("gfx942"):
+        source = load(make(kind), seed=1)
+        other = make(kind)
+        other.load_state_dict(source.state_dict())
+        other.quant_method.process_weights_after_loading(other)
+        same(other, source)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "block"])
