@@ -18,6 +18,7 @@ from fpk.op import OPS, Op
 __all__ = ["LayerScheme", "Quantized", "mm", "parse_layer_scheme", "quantize"]
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_OPTIONS = ("x", "scale", "zero_point")
 _STATIC = {"int": "quantize_int8_static"}  # by the format's kind; every other kind is an FP8
 
 
@@ -33,7 +34,8 @@ class Quantized:
         zero_point: int32 of scale's shape, or None; int8 only.
         global_scale: a second multiplier of schemes that have two levels.
         shape: of the values; None for that of the codes.
-        check: whether to check the scales' values, which waits for the device. `quantize` and layers have done so.
+        check: whether to check the parts, the scales' values too, which waits for the device. False where the parts
+            come from a Quantized or an op.
 
     Raises:
         ValueError: unknown scheme, or a part whose shape, dtype or value does not fit it.
@@ -48,12 +50,16 @@ class Quantized:
     check: InitVar[bool] = True
 
     def __post_init__(self, check: bool) -> None:
+        if self.shape is None:
+            object.__setattr__(self, "shape", self.codes.shape)
+        if check:
+            self._check()
+
+    def _check(self) -> None:
         scheme = scheme_of(self.scheme)
         expect_rank("Quantized.codes", self.codes, 2, 3)
         allowed = (INT8.dtype,) if scheme.format is INT8 else tuple(FP8)
         expect_dtype("Quantized.codes", self.codes, *allowed)
-        if self.shape is None:
-            object.__setattr__(self, "shape", self.codes.shape)
         expect_dtype("Quantized.scale", self.scale, *_SCALE_DTYPES, E8M0.dtype)
         expect_shape("Quantized.scale", self.scale, scheme.granularity.scale_shape(tuple(self.codes.shape)))
         if self.scale.dtype in (torch.bfloat16, torch.float16):
@@ -63,7 +69,7 @@ class Quantized:
                 raise ValueError(f"Quantized.zero_point: expected None for {scheme}, got a tensor")
             expect_dtype("Quantized.zero_point", self.zero_point, torch.int32)
             expect_shape("Quantized.zero_point", self.zero_point, tuple(self.scale.shape))
-        if check and self.scale.dtype is torch.float32:
+        if self.scale.dtype is torch.float32:
             expect_valid_scale("Quantized.scale", self.scale)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -258,15 +264,13 @@ def _op(name: str) -> "Op[..., Any]":
 
 def _arguments(op: "Op[..., Any]", scheme: Scheme, x: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """What the scheme says to the op, then the caller's options; a scheme's granularity cannot be overridden."""
-    known = set(op.__signature__.parameters) - {"x", "scale", "zero_point"}
-    granularity = scheme.granularity
-    fixed = dict(
-        group=granularity.cols, rows=granularity.rows, cols=granularity.cols,
-        block_rows=granularity.rows, block_cols=granularity.cols,
-    )  # fmt: skip
+    known = op.__signature__.parameters
+    rows, cols = scheme.granularity.rows, scheme.granularity.cols
+    fixed = {"group": cols, "rows": rows, "cols": cols, "block_rows": rows, "block_cols": cols}
     for name in options:
-        if name not in known or name in fixed:
-            raise ValueError(f"quantize: {scheme} takes {sorted(known - set(fixed))}, got option {name!r}")
+        if name not in known or name in fixed or name in _NOT_OPTIONS:
+            free = sorted(set(known) - set(fixed) - set(_NOT_OPTIONS))
+            raise ValueError(f"quantize: {scheme} takes {free}, got option {name!r}")
     arguments: dict[str, Any] = {n: v for n, v in fixed.items() if n in known}
     arguments |= {n: v for n, v in scheme.options if n in known}
     if "scale_format" in known:
