@@ -41,8 +41,11 @@ def accumulate(a, b, acc, SWAP: tl.constexpr, PROMOTE: tl.constexpr):
 
 @triton.jit
 def load_scale(ptrs, mask, E8M0: tl.constexpr):
-    """fp32 scales, or e8m0 bytes as such; 0 or 2^-127 off the mask."""
-    scale = tl.load(ptrs, mask=mask, other=0)
+    """fp32 scales, or e8m0 bytes as such; 0 or 2^-127 off the mask (None: no mask)."""
+    if mask is None:
+        scale = tl.load(ptrs)
+    else:
+        scale = tl.load(ptrs, mask=mask, other=0)
     if E8M0:
         scale = decode_e8m0(scale)
     return scale

@@ -1,0 +1,348 @@
+"""scaled_mm_group: product of two quantized matrices whose scales change along K.
+
+    out[m, n] = sum_k a[m, k] * scale_a[m, k // group]
+                    * b[n, k] * scale_b[(n + offset_n) // block_rows, (k + offset_k) // block_cols]  (+ bias[n])
+
+Activations have a scale per `group` columns, weights one per block_rows x block_cols block; block_cols = -1 is a scale per
+channel (block_rows = 1) or per tensor (block_rows = -1). The offsets say where in its first block a weight shard
+begins, so that a tensor-parallel cut need not meet a block's edge. Every product of codes within one group and block is
+summed by the matrix unit and scaled in fp32. Scales that do not change along K: scaled_mm.
+
+Kernels: `tile`, K in steps that lie inside one group and block; `split`, the same with K divided over programs and an
+ordered reduction; `segment`, steps of any length, for groups, blocks or offsets that no tile divides.
+
+Source: the block-scaled FP8 recipe of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
+"""
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpk.check import (
+    FLOAT_INPUTS,
+    expect_dtype,
+    expect_fp8_matmul,
+    expect_granularity,
+    expect_inner_contiguous,
+    expect_one_of,
+    expect_rank,
+    expect_shape,
+)
+from fpk.db import Config, bucket
+from fpk.device import Device, of
+from fpk.formats import E8M0, FP8, decode
+from fpk.kernels._tile import tile_of
+from fpk.kernels.gemm._mm import accumulate, finish, load_k, load_scale, parts_buffer, reduce_parts, store_tile
+from fpk.op import Cost, Kernel, op
+from fpk.samples import generator, sample, scales, strided
+from fpk.shapes import linear_cases
+
+
+def reference(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int = 128, block_rows: int = 128,
+    block_cols: int = 128, bias: Tensor | None = None, offset_n: int = 0, offset_k: int = 0,
+    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
+    factor_a = decode(scale_a, E8M0) if scale_a.dtype is torch.uint8 else scale_a
+    factor_b = decode(scale_b, E8M0) if scale_b.dtype is torch.uint8 else scale_b
+    K, N = a.shape[1], b.shape[0]
+    factor_a = factor_a.repeat_interleave(group, 1)[:, :K]
+    if block_rows > 0:
+        factor_b = factor_b.repeat_interleave(block_rows, 0)[offset_n : offset_n + N]
+    if block_cols > 0:
+        factor_b = factor_b.repeat_interleave(block_cols, 1)[:, offset_k : offset_k + K]
+    out = (a.float() * factor_a) @ (b.float() * factor_b).T
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def check(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int, block_rows: int, block_cols: int,
+    bias: Tensor | None, offset_n: int, offset_k: int, out_dtype: torch.dtype, **_: Any,
+) -> None:  # fmt: skip
+    expect_rank("scaled_mm_group.a", a, 2)
+    expect_rank("scaled_mm_group.b", b, 2)
+    (M, K), N = a.shape, b.shape[0]
+    expect_dtype("scaled_mm_group.a", a, *FP8, torch.int8)
+    expect_dtype("scaled_mm_group.b", b, a.dtype)
+    expect_shape("scaled_mm_group.b", b, (N, K))
+    for name, tensor in (("a", a), ("b", b)):
+        expect_inner_contiguous(f"scaled_mm_group.{name}", tensor)
+    if group < 1:
+        raise ValueError(f"scaled_mm_group.group: expected a positive number, got {group}")
+    expect_granularity("scaled_mm_group (block_rows, block_cols)", block_rows, block_cols)
+    for name, offset, extent in (("offset_n", offset_n, block_rows), ("offset_k", offset_k, block_cols)):
+        if not 0 <= offset < max(extent, 1):
+            raise ValueError(
+                f"scaled_mm_group.{name}: expected 0 to {max(extent, 1) - 1} (inside a block), got {offset}"
+            )
+    blocks_n = 1 if block_rows < 0 else triton.cdiv(N + offset_n, block_rows)
+    blocks_k = 1 if block_cols < 0 else triton.cdiv(K + offset_k, block_cols)
+    expect_shape("scaled_mm_group.scale_a", scale_a, (M, triton.cdiv(K, group)))
+    expect_shape("scaled_mm_group.scale_b", scale_b, (blocks_n, blocks_k))
+    for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b)):
+        expect_dtype(f"scaled_mm_group.{name}", tensor, torch.float32, torch.uint8)
+    expect_one_of("scaled_mm_group.out_dtype", out_dtype, FLOAT_INPUTS)
+    if bias is not None:
+        expect_shape("scaled_mm_group.bias", bias, (N,))
+        expect_dtype("scaled_mm_group.bias", bias, *FLOAT_INPUTS)
+    expect_fp8_matmul("scaled_mm_group", a)
+
+
+@triton.jit
+def _add_scaled(
+    acc, a, b, sa_ptrs, sb_ptrs, mask_m, mask_n,
+    E8M0_A: tl.constexpr, E8M0_B: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """acc += (a @ b.T) * scale_a * scale_b for operands inside one group and block; ONE_B: one weight scale a tile."""
+    zero = tl.zeros(acc.shape, dtype=tl.int32 if INT8 else tl.float32)
+    part = accumulate(a, b, zero, SWAP, 0).to(tl.float32)
+    scale_a = load_scale(sa_ptrs, mask_m, E8M0_A)
+    if ONE_B:
+        scale_a *= load_scale(sb_ptrs, None, E8M0_B)
+        acc += part * (scale_a[None, :] if SWAP else scale_a[:, None])
+    else:
+        scale_b = load_scale(sb_ptrs, mask_n, E8M0_B)
+        both = scale_b[:, None] * scale_a[None, :] if SWAP else scale_a[:, None] * scale_b[None, :]
+        acc += part * both
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "offset_n", "offset_k"])
+def _group_kernel(
+    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
+    M, N, K, offset_n, offset_k,
+    stride_am, stride_bn, stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr, E8M0_B: tl.constexpr,
+    INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr, SWAP: tl.constexpr,
+    SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
+    m, n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    part = tl.program_id(1)
+    offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    # rows beyond the edge read row 0: no mask in the loop, and the store drops them
+    a_rows = a_ptr + tl.where(mask_m, offs_m, 0)[:, None] * stride_am
+    b_rows = b_ptr + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
+    sa_rows = sa_ptr + offs_m * stride_sam
+    if ONE_B:
+        block_n = (n * BLOCK_N + offset_n) // ROWS if ROWS > 0 else n * 0
+    else:
+        block_n = (offs_n + offset_n) // ROWS if ROWS > 0 else offs_n * 0
+    sb_rows = sb_ptr + block_n * stride_sbn
+
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if SEGMENTS:
+        k = 0
+        while k < K:
+            stop = tl.minimum((k // GROUP + 1) * GROUP, k + BLOCK_K)
+            block_k = 0
+            if COLS > 0:
+                block_k = (k + offset_k) // COLS
+                stop = tl.minimum(stop, (block_k + 1) * COLS - offset_k)
+            stop = tl.minimum(stop, K)
+            a = load_k(a_rows, k, stop, BLOCK_K, False)
+            b = load_k(b_rows, k, stop, BLOCK_K, False)
+            acc = _add_scaled(
+                acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, mask_m, mask_n,
+                E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
+            )  # fmt: skip
+            k = stop
+    else:
+        for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
+            a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
+            b = load_k(b_rows, k, K, BLOCK_K, EVEN_K)
+            block_k = (k + offset_k) // COLS if COLS > 0 else 0
+            acc = _add_scaled(
+                acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, mask_m, mask_n,
+                E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
+            )  # fmt: skip
+    if SWAP:
+        acc = tl.trans(acc)
+    if SPLIT_K == 1:
+        acc = finish(acc, None, None, bias_ptr, None, None, offs_m, offs_n, M, N, 0, 0, 0)
+        store_tile(out_ptr, acc, offs_m, offs_n, M, N, stride_om)
+    else:
+        store_tile(out_ptr + part.to(tl.int64) * M * N, acc, offs_m, offs_n, M, N, N)
+
+
+def _step(group: int, block_cols: int, offset_k: int, K: int) -> int:
+    """Columns after which a scale may change, counted from every multiple of itself; K if none does."""
+    changes = [n for n in (group, block_cols, offset_k) if 0 < n < K]
+    return math.gcd(*changes) if changes else triton.next_power_of_2(max(K, 1))
+
+
+def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any):
+    M, step = bucket(a.shape[0]), _step(group, block_cols, offset_k, a.shape[1])
+    wide = min(128, step & -step)  # the largest power of two that divides the step
+    if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
+        yield Config(
+            kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
+        )
+    if M <= 64:
+        yield Config(
+            kernel="tile", SWAP=True, GROUP_M=1, BLOCK_M=max(16, M), BLOCK_N=64, BLOCK_K=wide, num_warps=4,
+            num_stages=4,
+        )  # fmt: skip
+    # two programs an SM: one's products cover the other's scaling
+    yield Config(kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=128, BLOCK_K=wide, num_warps=4, num_stages=3)
+    for k in (128, 64, 32):
+        yield Config(
+            kernel="segment", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2
+        )
+
+    heights = [m for m in (16, 32, 64, 128) if m <= max(16, M)]
+    for m, n, k, warps, stages, rows in itertools.product(
+        heights, (32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5, 6), (4, 8, 16)
+    ):
+        if m * n <= 128 * 256 and (m >= 64 or M <= 64) and not (warps == 8 and m * n < 64 * 128):
+            swap = m <= 64 and n >= 64 and M <= 256
+            yield Config(
+                kernel="tile", SWAP=swap, GROUP_M=1 if swap else rows, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
+                num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+    if M <= 256:
+        for m, n, k, stages, split in itertools.product(
+            [m for m in heights if m <= 64], (64, 128), (64, 128), (3, 4, 6), (2, 4, 8)
+        ):
+            yield Config(
+                kernel="split", SWAP=True, GROUP_M=1, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4,
+                num_stages=stages,
+            )  # fmt: skip
+
+
+def legal(config: Config, device: Device, a: Tensor, group: int, block_cols: int, offset_k: int, **_: Any) -> bool:
+    if config["kernel"] != "segment":
+        # a matrix instruction wants 32 columns of FP8 or INT8, and a step must not straddle a change of scale
+        if config["BLOCK_K"] < 32 or _step(group, block_cols, offset_k, a.shape[1]) % config["BLOCK_K"] != 0:
+            return False
+    stages = max(1, config["num_stages"] - 1) if device.arch.startswith("gfx") else config["num_stages"]
+    return (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages + 2048 <= device.shared_limit
+
+
+def key(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int, block_rows: int, block_cols: int,
+    bias: Tensor | None, offset_n: int, offset_k: int, out_dtype: torch.dtype, **_: Any,
+) -> dict[str, int | str]:  # fmt: skip
+    layout = "column" if scale_a.stride(0) == 1 and scale_a.shape[1] > 1 else "row"
+    return dict(
+        M=bucket(a.shape[0]), N=b.shape[0], K=b.shape[1], dtype=str(a.dtype), out_dtype=str(out_dtype), group=group,
+        block_rows=block_rows, block_cols=block_cols, layout=layout, scale_a=str(scale_a.dtype),
+        scale_b=str(scale_b.dtype), bias=int(bias is not None), offset=int(offset_n != 0 or offset_k != 0),
+    )  # fmt: skip
+
+
+def cost(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **_: Any) -> Cost:
+    (M, K), N = a.shape, b.shape[0]
+    scale_bytes = scale_a.numel() * scale_a.element_size() + scale_b.numel() * scale_b.element_size()
+    return Cost(flops=2 * M * N * K, bytes=M * K + N * K + M * N * out_dtype.itemsize + scale_bytes)
+
+
+def tolerance(a: Tensor, out_dtype: torch.dtype, **_: Any) -> float:
+    rounding = {torch.bfloat16: 1.8e-3, torch.float16: 3e-4, torch.float32: 1e-6}[out_dtype]
+    # what the tensor cores of sm90 lose inside the products of one step
+    lost = 0.0 if a.device.type == "cpu" or a.dtype is torch.int8 else 3e-4
+    return (rounding**2 + lost**2) ** 0.5 * 1.1
+
+
+def inputs(
+    *, M, N, K, blocks=(128, 128, 128), offsets=(0, 0), scale_format="fp32", scale_layout="row", bias=False,
+    dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda", seed=0,
+):  # fmt: skip
+    group, rows, cols = blocks
+    offset_n, offset_k = offsets[0] if rows > 1 else 0, offsets[1] if cols > 1 else 0
+    a = strided(sample((M, K), dtype, kind, device, seed), layout)
+    b = strided(sample((N, K), dtype, "normal", device, seed + 1), layout)
+    shape_a = (M, triton.cdiv(K, group))
+    shape_b = (
+        1 if rows < 0 else triton.cdiv(N + offset_n, rows), 1 if cols < 0 else triton.cdiv(K + offset_k, cols)
+    )  # fmt: skip
+    if scale_format == "e8m0":
+        g = generator(seed + 2, device)
+        scale_a, scale_b = (
+            torch.randint(118, 124, s, generator=g, device=device, dtype=torch.int32).to(torch.uint8)
+            for s in (shape_a, shape_b)
+        )
+    else:
+        scale_a, scale_b = scales(shape_a, device, seed + 2), scales(shape_b, device, seed + 3)
+    if scale_layout == "column":
+        scale_a = scale_a.T.contiguous().T
+    return dict(
+        a=a, b=b, scale_a=scale_a, scale_b=scale_b, group=group, block_rows=rows, block_cols=cols,
+        bias=sample((N,), out_dtype, "normal", device, seed + 5) if bias else None, offset_n=offset_n,
+        offset_k=offset_k, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+@op(
+    reference=reference, check=check, inputs=inputs, tol=tolerance,
+    domain=dict(
+        M=(0, 1, 5, 33, 70), N=(1, 16, 33, 80), K=(1, 64, 100, 128, 272),
+        blocks=((128, 128, 128), (64, 32, 64), (32, 1, -1), (128, -1, -1), (48, 16, 48), (64, 20, 96)),
+        offsets=((0, 0), (0, 32), (13, 0), (7, 11)), scale_format=("fp32", "e8m0"), scale_layout=("row", "column"),
+        bias=(False, True), dtype=(torch.float8_e4m3fn, torch.int8, torch.float8_e5m2), out_dtype=FLOAT_INPUTS,
+        kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
+    ),
+    kernels=dict(
+        tile=Kernel(_group_kernel, matrix=True), split=Kernel(_group_kernel, matrix=True),
+        segment=Kernel(_group_kernel, matrix=True),
+    ),
+    configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(),
+)  # fmt: skip
+def scaled_mm_group(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int = 128, block_rows: int = 128,
+    block_cols: int = 128, bias: Tensor | None = None, offset_n: int = 0, offset_k: int = 0,
+    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False, *, config: Config,
+) -> Tensor:  # fmt: skip
+    """Multiply activations with a scale per group by weights with a scale per block.
+
+    Args:
+        a: (M, K) activations, an fp8 type or int8, rows contiguous.
+        b: (N, K) weights, same dtype as `a`, rows contiguous.
+        scale_a: (M, cdiv(K, group)), fp32 or uint8 (e8m0), any strides; column-major loads fastest.
+        scale_b: (cdiv(N + offset_n, block_rows), cdiv(K + offset_k, block_cols)), fp32 or uint8 (e8m0); a -1 makes
+            that dimension 1.
+        group: columns of `a` that share a scale; the last group may be short.
+        block_rows, block_cols: rows and columns of `b` that share a scale, -1 for all.
+        bias: (N,) fp32, bf16 or fp16, or None; added in fp32 before the single rounding.
+        offset_n, offset_k: rows and columns of the first block that lie before this shard of the weight.
+        out_dtype: bf16, fp16 or fp32.
+        fast_accum: accepted like in every FP8 product, without effect here: each group and block is summed in fp32
+            anyway.
+
+    Returns:
+        (M, N) of `out_dtype`.
+
+    Raises:
+        ValueError: a shape, dtype, stride, group or offset does not fit.
+        NotImplementedError: FP8 on a GPU without FP8 matrix units.
+    """
+    (M, K), N = a.shape, b.shape[0]
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    config = dict(config)
+    kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    one_b = block_rows < 0 or (block_rows % block_n == 0 and offset_n % block_n == 0)
+    parts = parts_buffer(out, split, torch.float32)
+    _group_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n), split)](
+        a, b, scale_a, scale_b, bias, parts,
+        M, N, K, offset_n, offset_k,
+        a.stride(0), b.stride(0), out.stride(0), *scale_a.stride(), *scale_b.stride(),
+        GROUP=group, ROWS=block_rows, COLS=block_cols, E8M0_A=scale_a.dtype is torch.uint8,
+        E8M0_B=scale_b.dtype is torch.uint8, INT8=a.dtype is torch.int8, ONE_B=one_b, EVEN_K=K % block_k == 0,
+        SEGMENTS=kernel == "segment", SPLIT_K=split, **config,
+    )  # fmt: skip
+    if split > 1:
+        reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])
+    return out
