@@ -3,8 +3,8 @@
     out[m, n] = sum_k a[m, k] * scale_a[m, k // group]
                     * b[n, k] * scale_b[(n + offset_n) // block_rows, (k + offset_k) // block_cols]  (+ bias[n])
 
-Activations have a scale per `group` columns, weights one per block_rows x block_cols block; block_cols = -1 is a scale per
-channel (block_rows = 1) or per tensor (block_rows = -1). The offsets say where in its first block a weight shard
+Activations have a scale per `group` columns, weights one per block_rows x block_cols block; block_cols = -1 is a scale
+per channel (block_rows = 1) or per tensor (block_rows = -1). The offsets say where in its first block a weight shard
 begins, so that a tensor-parallel cut need not meet a block's edge. Every product of codes within one group and block is
 summed by the matrix unit and scaled in fp32. Scales that do not change along K: scaled_mm.
 
@@ -221,10 +221,10 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **
 
 
 def legal(config: Config, device: Device, a: Tensor, group: int, block_cols: int, offset_k: int, **_: Any) -> bool:
-    if config["kernel"] != "segment":
-        # a matrix instruction wants 32 columns of FP8 or INT8, and a step must not straddle a change of scale
-        if config["BLOCK_K"] < 32 or _step(group, block_cols, offset_k, a.shape[1]) % config["BLOCK_K"] != 0:
-            return False
+    # a matrix instruction wants 32 columns of FP8 or INT8, and a step must not straddle a change of scale
+    step, width = _step(group, block_cols, offset_k, a.shape[1]), config["BLOCK_K"]
+    if config["kernel"] != "segment" and (width < 32 or step % width != 0):
+        return False
     stages = max(1, config["num_stages"] - 1) if device.arch.startswith("gfx") else config["num_stages"]
     return (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages + 2048 <= device.shared_limit
 
