@@ -76,7 +76,9 @@ def test_hundred_kills_lose_nothing(tmp_path):
 
 def test_a_trial_is_stored_once_and_comes_back(tmp_path):
     store = TrialStore(tmp_path / "deep" / "trials.sqlite")
-    trial = Trial("op", "gpu", "s", '{"M":1}', "M=1", '{"B":1}', "final", "ok", us=1.5, samples=3, run="r", created="2026")
+    trial = Trial(
+        "op", "gpu", "s", '{"M":1}', "M=1", '{"B":1}', "final", "ok", us=1.5, samples=3, run="r", created="2026"
+    )
     store.record(trial)
     store.record(trial)
     assert store.trials() == [trial] and store.trials(op="other") == []

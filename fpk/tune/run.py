@@ -1,6 +1,7 @@
 """`fpk.tune(op, cases)`: tune in one call and look at every trial."""
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -68,7 +69,7 @@ def tune(
     options = options or default_options()
     options.budget = budget
     trials = TrialStore(store or state_directory() / "trials.sqlite")
-    name = f"tune {db.gpu_id(options.device)} {os.getpid()}"
+    name = f"tune {db.gpu_id(options.device)} {time.time_ns()}"
     trials.plan(name, [(n, db.spell_case(case)) for n, case in jobs], {"budget": budget})
     sweep(trials, name, options, print if verbose else lambda line: None)
     if into is not None:
