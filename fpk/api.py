@@ -203,12 +203,13 @@ def mm(
         return _op("scaled_mm")(qx.codes, qw.codes, qx.scale, qw.scale, **zeros, **common)
     if qx.zero_point is not None:
         raise ValueError(f"mm: {qx.scheme} with zero points has no product with {qw.scheme} weights")
-    width = qx.granularity.cols if cols < 0 else cols
+    group, scale_a = qx.granularity.cols, qx.scale
+    if group < 0:  # a scale of all of K stands in every group, without being copied
+        group = cols
+        scale_a = scale_a.expand(qx.codes.shape[0], -(-qx.codes.shape[1] // group))
     return _op("scaled_mm_group")(
-        qx.codes, qw.codes, _per_group(qx, width), _per_group(qw, width),
-        group=qx.granularity.cols if qx.granularity.cols > 0 else width,
-        block_rows=rows if cols > 0 else 1, block_cols=width, **common,
-    )  # fmt: skip
+        qx.codes, qw.codes, scale_a, qw.scale, group=group, block_rows=rows, block_cols=cols, **common
+    )
 
 
 @dataclass(frozen=True)
@@ -306,14 +307,6 @@ def _quantize_static(
     elif "zero_point" in scheme.outputs:
         raise ValueError(f"quantize.zero_point: expected the zero points of {scheme} beside its scale, got None")
     return Quantized(op(x, scale, **arguments), scale, scheme.name, zero_point, check=False)
-
-
-def _per_group(q: Quantized, width: int) -> Tensor:
-    """q's scale with a column for every `width` elements of K, without copying: a row's scale stands in each."""
-    if q.granularity.cols > 0:
-        return q.scale
-    rows, k = q.codes.shape
-    return q.scale.expand(rows, -(-k // width))
 
 
 def _shape(x: Quantized | Tensor) -> str:

@@ -264,6 +264,7 @@ SCHEMES = {
             "int8_channel", INT8, PER_CHANNEL,
             quantizer="quantize_int8_token", options=_WEIGHT_INT8, activation="int8_token",
         ),
+        Scheme("int8_group128", INT8, per_group(128), quantizer="quantize_int8_group", activation="int8_group128"),
         Scheme(
             "int8_tensor_asymmetric", INT8, PER_TENSOR,
             quantizer="quantize_int8_tensor_asymmetric", outputs=_ASYMMETRIC,

@@ -16,7 +16,7 @@ from fpk.formats import SCHEMES
 
 FP8_ROWS = ("fp8_token", "fp8_channel")
 INT8_ROWS = ("int8_token", "int8_channel")
-GROUPS = ("fp8_group128", "fp8_block128")
+GROUPS = ("fp8_group128", "fp8_block128", "int8_group128")
 ASYMMETRIC = ("int8_tensor_asymmetric", "int8_token_asymmetric")
 SYMMETRIC = [name for name in SCHEMES if name not in ASYMMETRIC]
 
@@ -24,27 +24,26 @@ SYMMETRIC = [name for name in SCHEMES if name not in ASYMMETRIC]
 def fake(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     """Codes as fp32 values, and for each of them its scale, of a matrix or a stack, in plain torch."""
     x = x.float()
-    if scheme in GROUPS:
-        return fake_groups(x, 128 if scheme == "fp8_block128" else 1, floor=1e-4 if scheme == "fp8_block128" else 1e-10)
-    dims = (-2, -1) if scheme.endswith("tensor") else (-1,)
-    amax = x.abs().amax(dims, keepdim=True)
-    if scheme.startswith("fp8"):
-        scale = torch.maximum(amax / amax.new_tensor(448.0), amax.new_tensor(1 / (512 * 448)))
-        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scale.expand_as(x)
-    scale = amax.clamp(min=1e-10) / amax.new_tensor(127.0)
-    low = -127 if scheme == "int8_channel" else -128
-    return (x / scale).round().clamp(low, 127) + 0.0, scale.expand_as(x)  # int8 has no -0
-
-
-def fake_groups(x: Tensor, rows: int, floor: float) -> tuple[Tensor, Tensor]:
-    scale = torch.empty_like(x)
-    for m in range(0, x.shape[-2], rows):
-        for k in range(0, x.shape[-1], 128):
-            at = (..., slice(m, m + rows), slice(k, k + 128))
-            scale[at] = (x[at].abs().amax((-2, -1), keepdim=True).clamp(min=floor) / x.new_tensor(448.0)).expand_as(
-                x[at]
-            )
+    amax = amax_of(x, scheme)
+    if scheme.startswith("int8"):
+        scale = amax.clamp(min=1e-10) / amax.new_tensor(127.0)
+        low = -127 if scheme == "int8_channel" else -128
+        return (x / scale).round().clamp(low, 127) + 0.0, scale  # int8 has no -0
+    floor = {"fp8_group128": 1e-10, "fp8_block128": 1e-4}.get(scheme, 1 / 512)
+    scale = amax.clamp(min=floor) / amax.new_tensor(448.0)
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scale
+
+
+def amax_of(x: Tensor, scheme: str) -> Tensor:
+    """The largest magnitude of what shares a scale with an element, for every element."""
+    rows = {"tensor": x.shape[-2], "block128": 128}.get(scheme.split("_")[1], 1)
+    cols = 128 if scheme in GROUPS else x.shape[-1]
+    amax = torch.empty_like(x)
+    for m in range(0, x.shape[-2], rows):
+        for k in range(0, x.shape[-1], cols):
+            at = (..., slice(m, m + rows), slice(k, k + cols))
+            amax[at] = x[at].abs().amax((-2, -1), keepdim=True).expand_as(x[at])
+    return amax
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -237,6 +236,8 @@ GROUP_PAIRS = [
     ("fp8_tensor", "fp8_group128"),
     ("fp8_group128", "fp8_channel"),
     ("fp8_group128", "fp8_tensor"),
+    ("int8_group128", "int8_group128"),
+    ("int8_token", "int8_group128"),
 ]
 
 
