@@ -19,6 +19,12 @@ def source_hash(kernels: Iterable[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def jitted_by(function: Callable[..., Any]) -> list[Any]:
+    """The jitted functions that a launcher names: helpers of an op that are no kernel of its own choice."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return [value for _, value in _captured(function, tree) if isinstance(getattr(value, "fn", None), Callable)]  # type: ignore[arg-type]
+
+
 def _function(kernel: Any) -> Callable[..., Any]:
     return getattr(kernel, "fn", kernel)
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
-from fpk._db_hash import source_hash
+from fpk._db_hash import jitted_by, source_hash
 from fpk._db_lookup import Answer, DirectorySource, MemorySource, Snapshot, Source, Table, Tables, gpu_id, siblings
 from fpk._db_table import (
     MEASURED,
@@ -33,10 +33,44 @@ from fpk._db_table import (
 from fpk.device import Device
 
 __all__ = [
-    "MEASURED", "M_GRID", "SIZES", "Answer", "Config", "Database", "DirectorySource", "Empty", "MemorySource", "Row",
-    "Run", "Snapshot", "Source", "Table", "Tables", "active", "bucket", "default", "default_sources", "dump_runs",
-    "dump_table", "explain", "gpu_id", "merge_rows", "opened", "packaged_directory", "parse_case", "parse_runs",
-    "parse_table", "round_us", "share", "siblings", "snapshot", "source_hash", "spell_case", "use", "user_directory",
+    "MEASURED",
+    "M_GRID",
+    "SIZES",
+    "Answer",
+    "Config",
+    "Database",
+    "DirectorySource",
+    "Empty",
+    "MemorySource",
+    "Row",
+    "Run",
+    "Snapshot",
+    "Source",
+    "Table",
+    "Tables",
+    "active",
+    "bucket",
+    "default",
+    "default_sources",
+    "dump_runs",
+    "dump_table",
+    "explain",
+    "gpu_id",
+    "jitted_by",
+    "merge_rows",
+    "opened",
+    "packaged_directory",
+    "parse_case",
+    "parse_runs",
+    "parse_table",
+    "round_us",
+    "share",
+    "siblings",
+    "snapshot",
+    "source_hash",
+    "spell_case",
+    "use",
+    "user_directory",
 ]  # fmt: skip
 
 Config = dict[str, Any]

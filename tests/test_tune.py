@@ -157,7 +157,7 @@ def test_run_all_replaces_workers_that_die():
 
 
 def test_a_worker_that_cannot_start_says_why():
-    with pytest.raises(RuntimeError, match="could not start.*no_such_module"):
+    with pytest.raises(RuntimeError, match=r"could not start.*no_such_module"):
         Worker("no_such_module:make").call("describe", limit_s=5)
 
 

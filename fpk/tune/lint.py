@@ -1,14 +1,17 @@
 """What must hold for every shipped row, checked without a GPU."""
 
+import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from fpk import db
-from fpk.device import Device
+from fpk.device import Device, pretend
 from fpk.op import OPS, Op
-from fpk.tune.arguments import key_of, outline
+from fpk.tune.arguments import outline
+from fpk.tune.worker import Worker
 
 _ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<name>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm>\d+)(?:-(?P<mig>mig.+))?")
 
@@ -73,6 +76,7 @@ def _lint_table(name: str, text: str, device: Device, runs: dict[str, db.Run]) -
 
 
 def _lint_block(op: Op[..., Any], block: list[db.Row], device: Device, runs: dict[str, db.Run]) -> Iterator[str]:
+    known: dict[str, Any] = {}
     ranks = [row.rank for row in block]
     if ranks != [0] and ranks != list(range(1, len(block) + 1)):
         yield f"expected ranks 1, 2, ... (or a single 0: the default stands), got {ranks}"
@@ -89,13 +93,19 @@ def _lint_block(op: Op[..., Any], block: list[db.Row], device: Device, runs: dic
             yield f"expected less than the default's {row.default_us} us by more than the noise, got {row.us} us"
         if row.shared_bytes > device.shared_limit:
             yield f"needs {row.shared_bytes} bytes of shared memory, {device.arch} has {device.shared_limit}"
-        yield from lint_config(op, row, device)
+        yield from lint_config(op, row, device, known)
 
 
-def lint_config(op: Op[..., Any], row: db.Row, device: Device) -> Iterator[str]:
-    """Can a call look this row up, and would it run? `case` gives the arguments, the op's own functions the answer."""
-    case = db.parse_case(row.case)
-    key = key_of(op, case, device)
+def lint_config(op: Op[..., Any], row: db.Row, device: Device, known: dict[str, Any]) -> Iterator[str]:
+    """Can a call look this row up, and would it run? `case` gives the arguments, the op's own functions the answer.
+
+    known: arguments by case, filled here: rows of a key share theirs.
+    """
+    if row.case not in known:
+        bound = outline(op, db.parse_case(row.case))
+        with pretend(device):
+            known[row.case] = bound, op.key(**bound)
+    bound, key = known[row.case]
     if key != row.key:
         yield f"unreachable: its case has key {key}"
         return
@@ -104,21 +114,50 @@ def lint_config(op: Op[..., Any], row: db.Row, device: Device) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    kernel = op.kernel_of(row.config)
     missing = {"num_warps", "num_stages"} - row.config.keys()
-    if missing or (len(op.kernels) > 1 and "kernel" not in row.config):
-        yield f"expected every launch field, missing {', '.join(sorted(missing)) or 'kernel'}"
+    if len(op.kernels) > 1 and "kernel" not in row.config:
+        missing.add("kernel")
+    if missing:
+        yield f"expected every launch field, missing {', '.join(sorted(missing))}"
         return
+    kernel = op.kernel_of(row.config)
     if kernel.targets and device.arch not in kernel.targets:
         yield f"kernel {row.config.get('kernel')} is not for {device.arch}"
         return
     try:
-        legal = op.is_legal(row.config, outline(op, case), device)
+        with pretend(device):
+            legal = op.is_legal(row.config, bound, device)
     except KeyError as error:
         yield f"expected every launch field, missing {error}"
         return
     if not legal:
         yield f"not legal for its own case: {row.config}"
+
+
+def compile_shipped(source: db.Source, sample: int = 0, seed: int = 0) -> list[str]:
+    """Cross-compile the distinct configs of a source for their GPUs (a seeded `sample` of them, 0: all); problems.
+
+    Each runs in a worker of its own kind: the caller may have imported triton for interpreting.
+    """
+    jobs: dict[tuple[str, str, str], db.Row] = {}
+    for gpu in source.gpus():
+        for file in source.files(gpu):
+            if file != "runs.csv":
+                for row in db.parse_table(source.read(gpu, file) or ""):
+                    jobs.setdefault((gpu, file.removesuffix(".csv"), repr(sorted(row.config.items()))), row)
+    chosen = sorted(jobs)
+    if sample and len(chosen) > sample:
+        chosen = sorted(random.Random(seed).sample(chosen, sample))
+    problems = []
+    for gpu in sorted({gpu for gpu, *_ in chosen}):
+        options = asdict(device_of(gpu))
+        with Worker("fpk.tune.executor:static_filter", options, {"TRITON_INTERPRET": None}) as worker:
+            for where in (w for w in chosen if w[0] == gpu):
+                row = jobs[where]
+                reply = worker.call("compile", where[1], db.parse_case(row.case), row.config, limit_s=120)
+                if reply.status != "ok":
+                    problems.append(f"{gpu}/{where[1]}: {_spell(row)}: {reply.status}: {reply.detail}")
+    return problems
 
 
 def _spell(row: db.Row) -> str:
@@ -165,4 +204,4 @@ def _minor(version: str) -> str:
 
 def kernel_hash(op: Op[..., Any]) -> str:
     """Hash of the source of all kernels of an op and of the device functions they call."""
-    return db.source_hash(kernel.fn for kernel in op.kernels.values())
+    return db.source_hash([*(kernel.fn for kernel in op.kernels.values()), *db.jitted_by(op.launcher)])

@@ -1,0 +1,118 @@
+"""Judge search and look-up on trials that were measured once: no GPU, nothing new measured, the same answer always."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fpk import db
+from fpk.tune.search import Config, Search
+from fpk.tune.trials import Trial
+
+Times = dict[str, dict[str, float]]  # key as JSON -> config as JSON -> microseconds
+
+
+@dataclass(frozen=True)
+class Regret:
+    """What an answer costs over the best measured one, in percent: 0 is perfect."""
+
+    key: str
+    percent: float
+    trials: int = 0
+    level: str = ""
+
+
+def times_of(trials: Iterable[Trial], op: str, gpu: str | None = None) -> Times:
+    """Times of every candidate that ran, by key; a final measurement counts more than a screening."""
+    times: Times = defaultdict(dict)
+    for stage in ("screen", "final"):
+        for trial in trials:
+            if (trial.op, trial.stage, trial.status) == (op, stage, "ok") and trial.us and gpu in (None, trial.gpu):
+                times[trial.key][trial.config] = trial.us
+    return dict(times)
+
+
+def search_regret(
+    times: Mapping[str, float], order: Sequence[str], budget: int, seeds: Sequence[str] = (), seed: int = 0,
+    within: float = 0.0,
+) -> tuple[float, int]:  # fmt: skip
+    """Replay a search over the recorded candidates.
+
+    Args:
+        times: microseconds by config; a candidate without one has failed.
+        order: all candidates, the default first.
+        within: stop as soon as the best found is within this many percent of the best there is.
+
+    Returns:
+        (percent over the best of all, trials used).
+    """
+    candidates: list[Config] = [json.loads(text) for text in order]
+    numbers = {text: i for i, text in enumerate(order)}
+    search = Search(candidates, [numbers[s] for s in seeds if s in numbers], budget, seed=seed)
+    best, found, used = min(times.values()), float("inf"), 0
+    while batch := search.ask():
+        for i in batch:
+            us = times.get(order[i])
+            search.tell(i, us)
+            found, used = min(found, us or found), used + 1
+            if found <= best * (1 + within / 100):
+                return 100 * (found / best - 1), used
+    return 100 * (found / best - 1), used
+
+
+def random_regret(times: Mapping[str, float], order: Sequence[str], budget: int, seed: int = 0) -> float:
+    """The same for candidates in random order."""
+    import random
+
+    drawn = random.Random(seed).sample(list(order), min(budget, len(order)))
+    return 100 * (min(times.get(text, float("inf")) for text in drawn) / min(times.values()) - 1)
+
+
+def warm_seeds(times: Times, key: str, per_shape: int = 4) -> list[str]:
+    """Winners of the recorded shapes nearest to `key`, which itself is left out: what a later sweep starts from."""
+    table = _table({k: v for k, v in times.items() if k != key}, per_shape)
+    found = [_text(row.config) for _, block in table.nearest(json.loads(key)) for row in block]
+    return list(dict.fromkeys(found))
+
+
+def _table(times: Times, ranks: int) -> db.Table:
+    rows = []
+    for key, by_config in times.items():
+        for rank, (text, us) in enumerate(sorted(by_config.items(), key=lambda item: (item[1], item[0]))[:ranks], 1):
+            rows.append(db.Row(json.loads(key), rank, json.loads(text), us, 0.0, 0.0, 0, "", ""))
+    return db.Table(rows)
+
+
+def _text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True, separators=(",", ":"))
+
+
+def lookup_regret(times: Times, hide: str, ranks: int = 5) -> list[Regret]:
+    """Regret of the nearest recorded shape's answer when a shape's own rows are hidden.
+
+    hide: "layer" hides every M of the shape's (N, K, ...); "M" hides only the key itself, so its layer remains.
+    A config that was not measured at the shape (it was not legal there) is passed over, as a look-up does.
+    """
+    result = []
+    for key, by_config in times.items():
+        shape = json.loads(key)
+        rest = {n: v for n, v in shape.items() if n != "M"}
+        known = {
+            k: v
+            for k, v in times.items()
+            if k != key and (hide == "M" or {n: v for n, v in json.loads(k).items() if n != "M"} != rest)
+        }
+        best = min(by_config.values())
+        near = _table(known, ranks).nearest(shape)
+        offered = [text for _, block in near for row in block if (text := _text(row.config)) in by_config]
+        if offered:
+            result.append(Regret(key, 100 * (by_config[offered[0]] / best - 1), level="nearest"))
+    return result
+
+
+def summary(regrets: Sequence[Regret]) -> tuple[float, float]:
+    """Median and 95th percentile."""
+    values = sorted(r.percent for r in regrets)
+    return statistics.median(values), values[min(len(values) - 1, round(0.95 * (len(values) - 1)))]
