@@ -167,6 +167,18 @@ def _persistent_kernel(
         out_desc.store([m * BLOCK_M, n * BLOCK_N], out.to(OUT))
 
 
+def torch_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
+    zero_point_a: Tensor | None = None, colsum_b: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's own product (cuBLASLt on NVIDIA): FP8 with tensor x tensor or token x channel scales."""
+    M, N = a.shape[0], b.shape[0]
+    whole = scale_a.numel() == scale_b.numel() == 1
+    factors = (scale_a.view(()), scale_b.view(())) if whole else (scale_a.expand(M, 1), scale_b.expand(N, 1).T)
+    return torch._scaled_mm(a, b.T, *factors, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum)
+
+
 def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
     tile = dict(kernel="tile", SWAP=False, GROUP_M=8)
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
@@ -288,7 +300,7 @@ def inputs(
         split=Kernel(_tile_kernel, matrix=True),
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
     ),
-    configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(),
+    configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
 )  # fmt: skip
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,

@@ -181,6 +181,17 @@ def _step(group: int, block_cols: int, offset_k: int, K: int) -> int:
     return math.gcd(*changes) if changes else triton.next_power_of_2(max(K, 1))
 
 
+def torch_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int = 128, block_rows: int = 128,
+    block_cols: int = 128, bias: Tensor | None = None, offset_n: int = 0, offset_k: int = 0,
+    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's own product (cuBLASLt on sm90): 1 x 128 by 128 x 128, scale_a column-major, no bias."""
+    if (group, block_rows, block_cols) != (128, 128, 128) or bias is not None or offset_n or offset_k:
+        raise NotImplementedError("torch: 1 x 128 by 128 x 128 blocks without bias and offsets only")
+    return torch._scaled_mm(a, b.T, scale_a, scale_b.T, out_dtype=out_dtype, use_fast_accum=fast_accum)
+
+
 def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any):
     M, step = bucket(a.shape[0]), _step(group, block_cols, offset_k, a.shape[1])
     wide = min(128, step & -step)  # the largest power of two that divides the step
@@ -296,7 +307,7 @@ def inputs(
         tile=Kernel(_group_kernel, matrix=True), split=Kernel(_group_kernel, matrix=True),
         segment=Kernel(_group_kernel, matrix=True),
     ),
-    configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(),
+    configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
 )  # fmt: skip
 def scaled_mm_group(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int = 128, block_rows: int = 128,
