@@ -84,7 +84,8 @@ def test_faults_of_whole_tables_are_found():
     clean.texts[f"{H200.id}/{OP}.csv"] = "".join([lines[0], lines[2], lines[1]])
     assert any("sorted" in p for p in lint(clean))
     assert any("order of rank" in p for p in lint(source(row(us=2.6), row(rank=2, us=2.5))))
-    assert any("measured quantize_int8" in p for p in lint(source(row(run=run(op="quantize_int8").run), runs=[run(op="quantize_int8")])))  # fmt: skip
+    other = run(op="quantize_int8")
+    assert any("measured quantize_int8" in p for p in lint(source(row(run=other.run), runs=[other])))
     same = [row(us=u, rank=r) for r, u in enumerate((2.1, 2.2, 2.3), 1)]
     key = key_of(fpk.OPS[OP], CASE | {"M": 128}, H200)
     copied = [dataclasses.replace(r, key=key, case="M=128 K=4096") for r in same]

@@ -127,7 +127,8 @@ def quantize_fp8_static(
         return codes
     *_, M, K = x.shape
     stacked = x.dim() == 3
-    _static_kernel[(triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(K, config["BLOCK_K"]), x.shape[0] if stacked else 1)](
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(K, config["BLOCK_K"])
+    _static_kernel[(tiles, x.shape[0] if stacked else 1)](
         x, scale, codes.view(torch.uint8),
         M, K,
         x.stride(0) if stacked else 0, x.stride(-2), x.stride(-1),
