@@ -119,9 +119,10 @@ def _require(*modules: str) -> None:
 def _cut(model: nn.Module, layers: int) -> None:
     decoder: Any = getattr(model, "model", None)
     blocks = getattr(decoder, "layers", None)
-    if not isinstance(blocks, nn.ModuleList) or not 1 <= layers <= len(blocks):
-        have = len(blocks) if isinstance(blocks, nn.ModuleList) else "no model.layers"
-        raise StudyError(f"layers: expected a number from 1 to the model's, got {layers} (the model has {have})")
+    if not isinstance(blocks, nn.ModuleList):
+        raise StudyError(f"layers: expected a model with its decoder in model.layers, got {type(model).__name__}")
+    if not 1 <= layers <= len(blocks):
+        raise StudyError(f"layers: expected a number from 1 to {len(blocks)}, the model's, got {layers}")
     decoder.layers = blocks[:layers]
     model.config.num_hidden_layers = layers  # type: ignore[union-attr]  # caches and masks are built from it
 
@@ -210,7 +211,9 @@ def convert_gguf(path: Path, layers: int | None = None) -> tuple[dict[str, Any],
         reader = gguf.GGUFReader(path)
         field = {name: f.contents() for name, f in reader.fields.items()}
         blocks = field["llama.block_count"]
-        kept_blocks = blocks if layers is None else min(layers, blocks)
+        kept_blocks = blocks if layers is None else layers
+        if not 1 <= kept_blocks <= blocks:
+            raise StudyError(f"layers: expected a number from 1 to {blocks}, the model's, got {layers}")
         heads, kv_heads = field["llama.attention.head_count"], field["llama.attention.head_count_kv"]
         state = {}
         for t in reader.tensors:
@@ -238,6 +241,8 @@ def convert_gguf(path: Path, layers: int | None = None) -> tuple[dict[str, Any],
             "dtype": "float32",
         }
         tokenizer = _tokenizer(field["tokenizer.ggml.tokens"], field["tokenizer.ggml.merges"])
+    except StudyError:
+        raise
     except (ValueError, KeyError, IndexError, OSError) as error:
         raise StudyError(f"{path.name}: not a readable GGUF file of a llama model ({error})") from error
     return config, state, tokenizer
