@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_of, expect_rank
+from fpk.kernels._tile import clamp_to
 from fpk.samples import sample, strided
 
 # what each activation takes, and the values that None stands for
@@ -185,11 +186,10 @@ def load_activation(
             up = tl.load(x_rows + (cols + I)[None, :, :] * stride_xk, mask=mask, other=0.0).to(tl.float32)
     g = gate.to(tl.float32)
 
-    # comparisons, not minimum and maximum: those drop NaN
     if GATED and LIMIT is not None:
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        up = clamp_to(up, -LIMIT, LIMIT)
         if FORMULA == "silu":
-            g = tl.where(g > LIMIT, LIMIT, g)
+            g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if FORMULA == "relu2":
         out = tl.where(g < 0.0, 0.0, g)
         out = out * out
@@ -200,7 +200,7 @@ def load_activation(
     else:
         out = _gate(g, -ALPHA * g, PRECISE)
     if FORMULA == "swiglustep" and LIMIT is not None:
-        out = tl.where(out > LIMIT, LIMIT, out)
+        out = tl.minimum(out, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if GATED:
         out = out * (up + BETA) if BETA != 0.0 else out * up
     return out.to(gate.dtype).to(tl.float32), mask, cols[None, :, :]

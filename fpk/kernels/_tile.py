@@ -26,23 +26,21 @@ _TL_TYPES = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "e4m3fnuz": tl.float8
 
 
 @triton.jit
-def divide(x, scale, SIGNED_ZERO: tl.constexpr):
-    """x / scale, correctly rounded, at five instructions an element; scale broadcasts (size 1 where it is shared).
+def divide(x, scale):
+    """x / scale, correctly rounded, at four instructions an element; scale broadcasts (size 1 where it is shared).
 
-    The reciprocal and its error are formed once a scale; a quotient from both is faithful, and one exact remainder then
-    rounds it correctly (Markstein; Muller et al., Handbook of Floating-Point Arithmetic, division with an FMA). Needs
-    2^-90 <= scale < 2^120 and finite or NaN x; quotients below 2^-12 may be inexact, their codes are 0 in any case.
+    A reciprocal and its error are formed once a scale; a quotient from both is faithful, and one exact remainder then
+    rounds it correctly (Markstein; Muller et al., Handbook of Floating-Point Arithmetic, division with an FMA). The
+    first reciprocal lies below 1 / scale, so that its error is positive, and the remainder is negated: so -0 stays -0.
+    Needs 2^-90 <= scale < 2^120 and finite or NaN x; quotients below 2^-12 may be inexact, their codes are 0 anyway.
     """
-    high = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    low = tl.fma(scale, -high, tl.full(scale.shape, 1.0, tl.float32)) * high
-    high = tl.broadcast_to(high, x.shape)
-    quotient = tl.fma(x, high, x * low)
-    remainder = tl.fma(quotient, tl.broadcast_to(-scale, x.shape), x)
-    quotient = tl.fma(remainder, high, quotient)
-    if SIGNED_ZERO:  # the corrections turn -0 into +0
-        sign = x.to(tl.int32, bitcast=True) & -0x80000000
-        quotient = (quotient.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return quotient
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    reciprocal = tl.math.div_rn(one, scale)
+    below = reciprocal * (1.0 - 2.0**-23)
+    rest = tl.fma(scale, -below, one) * reciprocal
+    quotient = tl.fma(x, tl.broadcast_to(below, x.shape), x * rest)
+    excess = tl.fma(quotient, tl.broadcast_to(scale, x.shape), x * -1.0)  # folds, where -x is 0 - x
+    return tl.fma(excess, tl.broadcast_to(-reciprocal, x.shape), quotient)
 
 
 @triton.jit
@@ -50,6 +48,13 @@ def clamp_to(x, low, high):
     """x inside low..high, NaN kept; the bounds broadcast."""
     x = tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def saturated(x, scale, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """x with its quotient by scale inside LOW..HIGH, and finite or NaN. Unneeded where scale covers every x."""
+    high, low = tl.minimum(scale * HIGH, 3.4028234663852886e38), tl.maximum(scale * LOW, -3.4028234663852886e38)
+    return clamp_to(x, low, high)
 
 
 @triton.jit
@@ -67,9 +72,7 @@ def quantize_fp8(
 
     Clamping x to MAX * scale is clamping the quotient to MAX: what lies beyond rounds to the same code.
     """
-    limit = tl.minimum(scale * MAX, 3.4028234663852886e38)
-    quotient = divide(clamp_to(x, -limit, limit), scale, True)
-    return cast_fp8(quotient, MANTISSA, BIAS, NAN_CODE, HARDWARE)
+    return cast_fp8(divide(saturated(x, scale, -MAX, MAX), scale), MANTISSA, BIAS, NAN_CODE, HARDWARE)
 
 
 @triton.jit
@@ -158,9 +161,15 @@ def amax_of_key(key):
 def amax_along(x, mask, axis: tl.constexpr):
     """Largest finite magnitude along `axis` (formats.finite_amax); lanes off the mask must hold 0."""
     amax = tl.max(tl.abs(x), axis=axis)
-    if tl.max(tl.where(amax < float("inf"), 0, 1), axis=None) > 0:  # rare: an Inf, or NaN alone
+    if any_infinite(amax):
         amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=axis))
     return amax
+
+
+@triton.jit
+def any_infinite(largest):
+    """Do plain maxima of magnitudes tell of an Inf, or of NaN alone? Rare: one answer for the whole program."""
+    return tl.max(tl.where(largest < float("inf"), 0, 1), axis=None) > 0
 
 
 @triton.jit
@@ -180,8 +189,7 @@ def cast_int8(v):
 @triton.jit
 def quantize_int8(x, scale, QMIN: tl.constexpr):
     """int8 codes of x / scale in QMIN..127, NaN to 0. For scales as `divide` takes them."""
-    high, low = tl.minimum(scale * 127.0, 3.4028234663852886e38), tl.maximum(scale * QMIN, -3.4028234663852886e38)
-    return cast_int8(divide(clamp_to(x, low, high), scale, False))
+    return cast_int8(divide(saturated(x, scale, QMIN, 127.0), scale))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ from fpk.kernels._groups import (
     scale_buffer,
     stored_scale,
 )
-from fpk.kernels._tile import amax_along, fp8_constants, quantize_fp8
+from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, saturated
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -96,12 +96,17 @@ def _group_kernel(
         FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, GROUPS, GROUP, WIDTH,
     )  # fmt: skip
 
-    amax = amax_along(act, mask, 2)  # [BLOCK_M, GROUPS]
+    amax = tl.max(tl.abs(act), axis=2)  # [BLOCK_M, GROUPS]
+    infinite = any_infinite(amax)
+    if infinite:
+        amax = amax_of_key(tl.max(tl.where(mask, amax_key(act), 0), axis=2))
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), QMAX)
     stored = scale
     if E8M0:
         stored, scale = power_of_two_above(scale)
-    codes = quantize_fp8(act, scale[:, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    if infinite:  # else nothing lies beyond the range
+        act = saturated(act, scale[:, :, None], -MAX, MAX)
+    codes = cast_fp8(divide(act, scale[:, :, None]), MANTISSA, BIAS, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + offs_m)[:, None, None] * I + cols, codes, mask=mask)
 
     scale_ptr += e * groups * stride_s
@@ -113,10 +118,12 @@ def _group_kernel(
     tl.store(scale_ptrs, stored.to(scale_ptr.dtype.element_ty), mask=mask_s)
 
 
-def configs(group: int, **_: Any):
+def configs(x: Tensor, group: int, **_: Any):
     width = triton.next_power_of_2(group)
-    default = max(1, 512 // width)
-    yield Config(BLOCK_M=max(1, 2048 // (default * width)), GROUPS=default, num_warps=4 if width <= 4096 else 8)
+    rows = 8 if x.shape[-2] > 4 else 1
+    default = max(1, 2048 // rows // width)
+    rows = max(1, min(rows, 2048 // width))
+    yield Config(BLOCK_M=rows, GROUPS=default, num_warps=2 if width <= 2048 else 8)
     shapes = [(1, 512), (1, 1024), (1, 2048), (2, 512), (2, 1024), (4, 256), (4, 512), (4, 1024), (8, 128), (8, 256),
               (8, 512), (16, 128), (16, 256), (32, 128)]  # fmt: skip
     for (rows, cols), warps in itertools.product(shapes, (2, 4, 8)):

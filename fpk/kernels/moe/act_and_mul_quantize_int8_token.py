@@ -31,7 +31,7 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._tile import amax_along, amax_key, amax_of_key, quantize_int8
+from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, quantize_int8, saturated
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -71,9 +71,14 @@ def _row_kernel(
         x_rows, offs_m < M, tl.arange(0, 1).to(tl.int64), I, stride_xk,
         FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, 1, BLOCK_K, BLOCK_K,
     )  # fmt: skip
-    amax = amax_along(act, mask, 2)  # [BLOCK_M, 1]
+    amax = tl.max(tl.abs(act), axis=2)  # [BLOCK_M, 1]
+    infinite = any_infinite(amax)
+    if infinite:
+        amax = amax_of_key(tl.max(tl.where(mask, amax_key(act), 0), axis=2))
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
-    codes = quantize_int8(act, scale[:, :, None], -128)
+    if infinite:  # else nothing lies beyond the range
+        act = saturated(act, scale[:, :, None], -128, 127.0)
+    codes = cast_int8(divide(act, scale[:, :, None]))
     rows = (e * M + offs_m)[:, None]
     tl.store(codes_ptr + rows[:, :, None] * I + cols, codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=(offs_m < M)[:, None])
@@ -116,8 +121,12 @@ def _loop_kernel(
 
 
 def configs(x: Tensor, gated: bool, **_: Any):
-    yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=512, num_warps=4, num_stages=2)
     width = triton.next_power_of_2(activation_width(x, gated))
+    if width <= 8192:
+        yield Config(
+            kernel="row", BLOCK_M=max(1, 1024 // width), BLOCK_K=width, num_warps=max(4, width // 1024), num_stages=1
+        )
+    yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=512, num_warps=4, num_stages=2)
     for rows in (1, 2, 4, 8):
         for warps in (4, 8, 16):
             if 512 <= rows * width <= 16384:

@@ -20,10 +20,19 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_of, expect_rank
 from fpk.db import Config, bucket
-from fpk.device import of
+from fpk.device import Device, of
 from fpk.formats import FP8, encode, expand_groups
 from fpk.kernels._groups import SCALE_FORMATS, group_amax, power_of_two_above, stored_scale
-from fpk.kernels._tile import amax_key, amax_of_key, fp8_constants, quantize_fp8
+from fpk.kernels._tile import (
+    amax_key,
+    amax_of_key,
+    any_infinite,
+    cast_fp8,
+    divide,
+    fp8_constants,
+    quantize_fp8,
+    saturated,
+)
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -79,7 +88,7 @@ def _tile_kernel(
         amax = tl.zeros((1,), tl.float32) + tl.max(tl.abs(x), axis=None)
     else:
         amax = tl.max(tl.max(tl.abs(x), axis=0), axis=1)
-    if tl.max(tl.where(amax < float("inf"), 0, 1), axis=None) > 0:  # rare: an Inf, or NaN alone
+    if any_infinite(amax):
         keys = tl.max(tl.where(mask, amax_key(x), 0), axis=0)
         amax = amax_of_key(tl.max(keys, axis=1))  # [BLOCKS]
     scale = tl.math.div_rn(tl.maximum(amax, 1e-4), QMAX)
@@ -153,11 +162,17 @@ def configs(block_rows: int, block_cols: int, **_: Any):
         for warps in (4, 8, 16):
             if elements >= height * width:
                 yield Config(kernel="tile", BLOCKS=elements // (height * width), num_warps=warps)
-    for rows, cols in ((16, 64), (32, 128), (64, 128), (32, 256)):
-        yield Config(kernel="loop", BLOCK_M=rows, BLOCK_K=cols, num_warps=8, num_stages=2)
+    if height * width <= 16384:
+        for warps, registers in ((8, 64), (8, 80), (8, 96), (16, 48), (16, 64)):
+            yield Config(kernel="tile", BLOCKS=neighbours, num_warps=warps, maxnreg=registers)
+    for rows, cols, warps in ((16, 64, 4), (16, 128, 4), (32, 128, 4), (32, 128, 8), (64, 128, 8), (32, 256, 8)):
+        for stages in (1, 2):
+            yield Config(kernel="loop", BLOCK_M=rows, BLOCK_K=cols, num_warps=warps, num_stages=stages)
 
 
-def legal(config: Config, block_rows: int, block_cols: int, **_: Any) -> bool:
+def legal(config: Config, device: Device, block_rows: int, block_cols: int, **_: Any) -> bool:
+    if "maxnreg" in config and device.vendor == "amd":
+        return False
     height, width = triton.next_power_of_2(block_rows), triton.next_power_of_2(block_cols)
     if config["kernel"] == "loop":
         return height * width >= 256  # a program a block: small ones belong several to a program

@@ -35,7 +35,7 @@ from fpk.kernels._groups import (
     scale_buffer,
     stored_scale,
 )
-from fpk.kernels._tile import amax_along, fp8_constants, quantize_fp8
+from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, saturated
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -86,12 +86,17 @@ def _group_kernel(
     mask = (rows < M) & mask_k[None, :, :]
     x = tl.load(x_ptr + e * stride_xe + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
 
-    amax = amax_along(x, mask, 2)  # [BLOCK_M, GROUPS]
+    amax = tl.max(tl.abs(x), axis=2)  # [BLOCK_M, GROUPS]
+    infinite = any_infinite(amax)
+    if infinite:
+        amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), QMAX)
     stored = scale
     if E8M0:
         stored, scale = power_of_two_above(scale)
-    codes = quantize_fp8(x, scale[:, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    if infinite:  # else nothing lies beyond the range
+        x = saturated(x, scale[:, :, None], -MAX, MAX)
+    codes = cast_fp8(divide(x, scale[:, :, None]), MANTISSA, BIAS, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
 
     scale_ptr += e * groups * stride_s
@@ -103,10 +108,12 @@ def _group_kernel(
     tl.store(scale_ptrs, stored.to(scale_ptr.dtype.element_ty), mask=mask_s)
 
 
-def configs(group: int, **_: Any):
+def configs(x: Tensor, group: int, **_: Any):
     width = triton.next_power_of_2(group)
-    default = max(1, 1024 // width)
-    yield Config(BLOCK_M=max(1, 4096 // (default * width)), GROUPS=default, num_warps=4 if width <= 4096 else 8)
+    rows = 8 if x.shape[-2] > 4 else 1
+    default = max(1, 2048 // rows // width)
+    rows = max(1, min(rows, 2048 // width))
+    yield Config(BLOCK_M=rows, GROUPS=default, num_warps=2 if width <= 2048 else 8)
     shapes = [(1, 1024), (1, 2048), (1, 4096), (2, 1024), (2, 2048), (4, 512), (4, 1024), (8, 256), (8, 512),
               (8, 1024), (16, 128), (16, 256), (16, 512), (32, 128), (32, 256), (64, 128)]  # fmt: skip
     for (rows, cols), warps in itertools.product(shapes, (2, 4, 8)):
