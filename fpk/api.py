@@ -186,6 +186,8 @@ def mm(
     rows, cols = qw.granularity.rows, qw.granularity.cols
     if not isinstance(qx, Quantized):
         expect_dtype("mm.qx", qx, torch.bfloat16, torch.float16)
+        if qx.stride(1) != 1:  # rows may lie anywhere, elements of a row may not
+            qx = qx.contiguous()
         return _op("mm_weight_only")(qx, qw.codes, qw.scale, rows=rows, cols=cols, bias=bias, out_dtype=out_dtype)
     if (qx.format is INT8) != (qw.format is INT8):
         raise ValueError(f"mm: {qx.scheme} activations have no product with {qw.scheme} weights, got {qx!r} and {qw!r}")

@@ -245,10 +245,6 @@ GROUP_PAIRS = [
 def test_mm_of_scales_that_change_along_k(act, weight, device):
     x, w, bias = randn(5, 200), randn(136, 200, seed=1), randn(136, seed=2)
     qx, qw = quantize(x.to(device), act), quantize(w.to(device), weight)
-    if "scaled_mm_group" not in fpk.OPS:
-        with pytest.raises(NotImplementedError, match="no op 'scaled_mm_group'"):
-            mm(qx, qw)
-        return
     (xc, xs), (wc, ws) = fake(x, act), fake(w, weight)
     expected = (xc * xs).double() @ (wc * ws).double().T + bias.double()
     for out_dtype, tol in ((torch.bfloat16, 3e-3), (torch.float32, 1e-5)):
@@ -261,14 +257,12 @@ def test_mm_of_scales_that_change_along_k(act, weight, device):
 def test_mm_of_plain_activations(weight, dtype, device):
     x, w, bias = randn(5, 200, dtype=dtype), randn(136, 200, seed=1), randn(136, seed=2)
     qw = quantize(w.to(device), weight)
-    if "mm_weight_only" not in fpk.OPS:
-        with pytest.raises(NotImplementedError, match="no op 'mm_weight_only'"):
-            mm(x.to(device), qw)
-        return
     wc, ws = fake(w, weight)
     expected = x.double() @ (wc * ws).double().T + bias.double()
     out = mm(x.to(device), qw, bias=bias.to(device), out_dtype=dtype)
     assert out.dtype is dtype and rel_error(out.cpu(), expected) <= 5e-3
+    strided = x.T.contiguous().T.to(device)
+    assert_close(mm(strided, qw, bias=bias.to(device), out_dtype=dtype), out, 0.0)
 
 
 def test_blocks_of_rows_are_no_activations():

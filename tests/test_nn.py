@@ -12,7 +12,10 @@ import fpk
 from fpk.check import assert_close, bits, rel_error
 from fpk.nn import QuantizedLinear, quantize_, quantized
 
-SCHEMES = ["fp8_tensor", "fp8_channel", "fp8_tensor:fp8_tensor", "int8_channel", "int8_channel:int8_token_asymmetric"]
+SCHEMES = [
+    "fp8_tensor", "fp8_channel", "fp8_tensor:fp8_tensor", "fp8_block128", "fp8_block128:fp8_token", "int8_channel",
+    "int8_group128", "int8_channel:int8_token_asymmetric", "fp8_channel:none", "fp8_block128:none", "int8_tensor:none",
+]  # fmt: skip
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -50,12 +53,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_layer_is_quantize_and_mm(scheme, dtype, device):
     """The layer is fake quantization of x and weight, then an ordinary linear layer."""
-    linear = nn.Linear(64, 48).to(device, dtype)
+    linear = nn.Linear(160, 48).to(device, dtype)
     layer = QuantizedLinear.from_linear(linear, scheme)
-    x = randn(2, 5, 64, dtype=dtype).to(device)
+    x = randn(2, 5, 160, dtype=dtype).to(device)
     pair = fpk.parse_layer_scheme(scheme)
-    values = fpk.quantize(x.reshape(-1, 64), pair.activation).dequantize().double()
-    weight = fpk.quantize(linear.weight.detach(), pair.weight).dequantize().double()
+    values = x.reshape(-1, 160).double()
+    if pair.activation is not None:
+        values = fpk.quantize(x.reshape(-1, 160), pair.activation).dequantize().double()
+    elif dtype is torch.float32:
+        with pytest.raises(ValueError, match="expected bfloat16 or float16, got float32"):
+            layer(x)
+        return
+    options = {"qmin": -127} if scheme.startswith("int8") else {}
+    weight = fpk.quantize(linear.weight.detach(), pair.weight, **options).dequantize().double()
+    assert layer.weight.dtype is not torch.int8 or layer.weight.min() >= -127
     expected = (values @ weight.T + linear.bias.detach().double()).reshape(2, 5, 48)
     out = layer(x)
     assert out.dtype is dtype and out.shape == (2, 5, 48)
@@ -75,7 +86,7 @@ def test_any_leading_dimensions(device):
     assert_close(layer(x.T.contiguous().T), whole, 0.0)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_channel"])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_channel", "fp8_block128", "fp8_channel:none"])
 def test_llama_still_says_the_same(llama, scheme, device):
     tokens = torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.no_grad():
@@ -332,7 +343,9 @@ def test_layer_refuses(device):
 
 
 # ---- torch.compile ---------------------------------------------------------
-@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_channel"])
+@pytest.mark.parametrize(
+    "scheme", ["fp8_channel", "int8_channel:int8_token_asymmetric", "fp8_block128", "fp8_tensor:none"]
+)
 def test_compiles_in_one_graph(scheme, device):
     model = small_model(device)["blocks"]
     quantize_(model, scheme)

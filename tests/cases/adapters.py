@@ -18,7 +18,7 @@ import fpk
 from fpk import formats
 from fpk.check import rel_error
 from fpk.db import MemorySource, Tables
-from fpk.device import Device, pretend
+from fpk.device import Device, of, pretend
 
 
 def exists(need: str) -> bool:
@@ -36,8 +36,7 @@ def exists(need: str) -> bool:
         return False
 
 
-# Rows leave this table when what they wait for lands: the test asserts that it is really missing. Adapters that were
-# written ahead of their op stand here by themselves until it does.
+# Rows leave this table when what they wait for lands: the test asserts that it is really missing.
 WAITING: dict[str, str] = {
     "B25": "scheme:mxfp4",
     "B27": "scheme:mxfp6_e2m3",
@@ -81,16 +80,13 @@ WAITING: dict[str, str] = {
 ADAPTERS: dict[str, Callable[[dict[str, Any]], Any]] = {}
 
 
-def adapter(*ids: str, needs: str = ""):
-    """Register the decorated function for these cases, once what it `needs` is there."""
+def adapter(*ids: str):
+    """Register the decorated function for these cases."""
 
     def register(fn):
         for id in ids:
             assert id not in ADAPTERS and id not in WAITING, f"{id} has two rows"
-            if needs and not exists(needs):
-                WAITING[id] = needs
-            else:
-                ADAPTERS[id] = fn
+            ADAPTERS[id] = fn
         return fn
 
     return register
@@ -167,7 +163,7 @@ def quant_static_two_scales(i):
     return parts(fpk.quantize(i["x"], "fp8_tensor", scale=i["scale"]))
 
 
-@adapter("B18", needs="op:quantize_fp8_group")
+@adapter("B18")
 def quant_no_rows(i):
     q, scale = fpk.OPS["quantize_fp8_group"](i["x"], group=i["group"])
     return dict(q=as_uint8(q), scale=scale)
@@ -186,7 +182,7 @@ def encode_elements(i):
 
 
 # ---- int8 ------------------------------------------------------------------
-@adapter("B53", needs="op:quantize_int8_static")
+@adapter("B53")
 def quant_int8(i):
     return fpk.OPS["quantize_int8_static"](i["x"][None], i["scale"].reshape(1, 1))[0]
 
@@ -216,29 +212,35 @@ def mm_cast_last(i):
     return fpk.mm(operand(i["a"], i["sa"]), operand(i["b"], i["sb"]), bias=i.get("bias"), out_dtype=out_dtype)
 
 
-def grouped(i, **config) -> Tensor:
-    """scaled_mm_group with scales (rows, groups) on both sides; `config` asks for a launch of that kind."""
+def grouped(i, **wanted: int) -> Tensor:
+    """scaled_mm_group with scales (rows, groups) on both sides, by a config that has the `wanted` fields if any may."""
     op = fpk.OPS["scaled_mm_group"]
     args = dict(
         a=fp8(i["a"]), b=fp8(i["b"]), scale_a=i["sa"], scale_b=i["sb"], group=i["group"], block_rows=1,
         block_cols=i["group"], out_dtype=torch.float32,
     )  # fmt: skip
-    return op.launch(**args, config=op.config_for(**args) | config) if config else op(**args)
+    bound, device = op.bind(**args), of(i["a"].device)
+    for config in op.configs(**bound):
+        if wanted.items() <= config.items() and op.is_legal(config, bound, device):
+            return op.launch(**args, config=config)
+    return op.launch(**args, config=op.config_for(**args) | wanted)  # raises
 
 
-@adapter("B60", needs="op:scaled_mm_group")
+@adapter("B60")
 def mm_group(i):
     return grouped(i)
 
 
-@adapter("B56", needs="op:scaled_mm_group")
+@adapter("B56")
 def mm_group_with_a_longer_tile(i):
     return grouped(i, BLOCK_K=i["config"]["BLOCK_SIZE_K"])
 
 
-@adapter("B58", needs="op:scaled_mm_group")
+@adapter("B58")
 def mm_group_with_split_k(i):
-    return grouped(i, SPLIT_K=i["split_k"])
+    parts = [grouped(i, SPLIT_K=split) for split in (i["split_k"], 4, 8)]
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0]
 
 
 # ---- block -----------------------------------------------------------------
@@ -249,7 +251,7 @@ def dequant_rows_of_fused(i):
     return fpk.OPS["dequantize"](fp8(i["q"]), i["scale"], rows=rows, cols=cols)[start:stop]
 
 
-@adapter("B72", needs="op:quantize_fp8_block")
+@adapter("B72")
 def quant_block(i):
     rows, cols = i["block"]
     codes, scale = fpk.OPS["quantize_fp8_block"](i["w"], block_rows=rows, block_cols=cols)
@@ -358,7 +360,7 @@ def process_twice(i):
 
 
 # ---- load ------------------------------------------------------------------
-@adapter("B85", "B86", needs="fpk.methods.skip:is_layer_skipped")
+@adapter("B85", "B86")
 def layers_skipped(i):
     from fpk.methods.skip import is_layer_skipped
 
@@ -379,7 +381,7 @@ def swiglu_of_gpt_oss(i):
 
 
 # ---- runtime ---------------------------------------------------------------
-@adapter("B135", needs="op:mm_weight_only")
+@adapter("B135")
 def bf16_dot(i):
     return fpk.mm(i["a"], fpk.quantize(i["b"].float(), "fp8_tensor", scale=1.0), out_dtype=torch.float32)
 
