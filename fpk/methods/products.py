@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fpk.check import has_fp8_units
+from fpk.kernels.gemm.mm_weight_only import mm_weight_only
 from fpk.kernels.gemm.scaled_mm import scaled_mm
+from fpk.kernels.gemm.scaled_mm_group import scaled_mm_group
 from fpk.kernels.quant.dequantize import dequantize
 from fpk.kernels.quant.quantize_fp8_group import quantize_fp8_group
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
 from fpk.kernels.quant.quantize_fp8_token import quantize_fp8_token
 from fpk.kernels.quant.quantize_int8_token import quantize_int8_token
 from fpk.methods.parameter import Blocks
-from fpk.op import OPS
 
 
 def fp8_product(
@@ -48,7 +49,9 @@ def weight_only_product(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, rows: int = -1, cols: int = -1
 ) -> Tensor:
     """Codes with a scale per (rows, cols), -1 for the full extent, times x as it is."""
-    return OPS["mm_weight_only"](x, weight, scale, rows=rows, cols=cols, bias=bias)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return mm_weight_only(x, weight, scale, rows=rows, cols=cols, bias=bias)
 
 
 def fp8_block_product(
@@ -61,7 +64,7 @@ def fp8_block_product(
             scale, rows, cols = blocks.whole(scale)
         return weight_only_product(x, weight, scale, bias, rows, cols)
     codes, scale_a = quantize_fp8_group(x, blocks.cols, dtype=weight.dtype)
-    return OPS["scaled_mm_group"](
+    return scaled_mm_group(
         codes, weight, scale_a, scale, group=blocks.cols, block_rows=blocks.rows, block_cols=blocks.cols, bias=bias,
         offset_n=blocks.offset_n, offset_k=blocks.offset_k, out_dtype=x.dtype,
     )  # fmt: skip

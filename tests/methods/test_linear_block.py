@@ -138,7 +138,9 @@ def test_a_tensor_may_hold_several_shards(references):
 
 @pytest.mark.parametrize("count", (2, 4, 8))
 @pytest.mark.parametrize("split", ("column", "row"))
-@pytest.mark.parametrize(("k", "widths"), ((576, (576,)), (1024, (2048, 1024)), (320, (192, 64))), ids=str)
+@pytest.mark.parametrize(
+    ("k", "widths"), ((576, (576,)), (256, (256, 384)), (1024, (2048, 1024)), (320, (192, 64))), ids=str
+)
 def test_ranks_may_cut_inside_blocks(count, split, k, widths, references):
     parts = [stored(n, k, (128, 128), seed=i) for i, n in enumerate(widths)]
     whole = [values(*part, (128, 128)) for part in parts]
@@ -259,6 +261,7 @@ def test_gpus_without_fp8_units_leave_activations_alone(split, references):
             bias = None if layer.bias is None else layer.bias.float()
             expected = torch.nn.functional.linear(x.float(), layer.dequantize(), bias)
             assert_close(layer(x), expected.bfloat16(), 4e-3)
+            assert_close(layer(x.T.contiguous().T), layer(x), 0.0)
 
 
 def test_static_scales_are_not_used_without_fp8_units(references):
