@@ -95,6 +95,7 @@ class Op(Generic[P, R]):
         self.name = self.launcher.__name__
         self.__signature__ = _signature_without_config(self.launcher)
         self._parameters = list(self.__signature__.parameters)
+        self._names = set(self._parameters)
         self._defaults = {n: p.default for n, p in self.__signature__.parameters.items() if p.default is not p.empty}
         self._memo: dict[Any, Config] = {}
         if list(inspect.signature(self.reference).parameters) != self._parameters:
@@ -113,8 +114,10 @@ class Op(Generic[P, R]):
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """All arguments by name, defaults filled in."""
+        if not kwargs and len(args) == len(self._parameters):
+            return dict(zip(self._parameters, args, strict=True))
         bound = self._defaults | dict(zip(self._parameters, args, strict=False)) | kwargs
-        if len(args) > len(self._parameters) or bound.keys() != set(self._parameters):
+        if len(args) > len(self._parameters) or bound.keys() != self._names:
             self.__signature__.bind(*args, **kwargs)  # raises the TypeError that a function would
         return bound
 
@@ -179,8 +182,9 @@ class Op(Generic[P, R]):
                 return config
         raise NotImplementedError(f"{self.name}: no config of it is legal for these arguments on {device.arch}")
 
-    def _launch_on_device(self, bound: dict[str, Any], config: Config) -> R:
-        device = next(v for v in bound.values() if isinstance(v, Tensor)).device
+    def _launch_on_device(self, bound: dict[str, Any], config: Config, device: torch.device | None = None) -> R:
+        if device is None:
+            device = next(v for v in bound.values() if isinstance(v, Tensor)).device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.launcher(**bound, config=config)
@@ -189,20 +193,24 @@ class Op(Generic[P, R]):
     def _run(self, *args: Any, **kwargs: Any) -> R:
         """What `torch.ops.fpk.<name>` does with real tensors."""
         bound = self.bind(*args, **kwargs)
+        # one flat tuple: building and hashing it is most of what a memo hit costs
         parts: list[Any] = [pretended(), db.active()]
-        device_type = ""
+        device: torch.device | None = None
         for value in bound.values():
             if isinstance(value, Tensor):
                 if value.requires_grad:
                     _refuse_grad(self.name, bound)
-                parts.append((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16))
-                device_type = device_type or value.device.type
+                here = value.device
+                parts += (value.shape, value.stride(), value.dtype, here, value.data_ptr() & 15)
+                if device is None:
+                    device = here
             else:
                 parts.append(value)
         memo_key = tuple(parts)
         config = self._memo.get(memo_key)
         if config is None:  # a hit has passed the checks: they read metadata only, and all of it is in the memo's key
             self._validate(bound)
+            device_type = device.type if device is not None else ""
             if device_type == "cpu" and not INTERPRETING:
                 config = {}
             elif device_type in ("cpu", "cuda"):
@@ -212,9 +220,9 @@ class Op(Generic[P, R]):
             if len(self._memo) >= _MEMO_LIMIT:
                 self._memo.clear()
             self._memo[memo_key] = config
-        if device_type == "cpu" and not INTERPRETING:
+        if not INTERPRETING and device is not None and device.type == "cpu":
             return self.reference(**bound)  # type: ignore[call-arg]
-        return self._launch_on_device(bound, config)
+        return self._launch_on_device(bound, config, device)
 
 
 def op(*, reference: Callable[P, R], **parts: Any) -> Callable[[Callable[..., R]], Op[P, R]]:
