@@ -10,14 +10,14 @@ from fpk.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 def fp8_constants(fmt: Format, device: Device) -> dict[str, object]:
     """The constexpr arguments of `cast_fp8` for a format: HARDWARE names the type if the ISA converts to it.
 
-    NAN_CODE is None where the conversion instruction writes fpk's NaN (+0x7F) by itself, as NVIDIA's do.
+    NAN_CODE is None where the conversion instruction writes fpk's NaN (+0x7F) by itself, as NVIDIA's to e4m3 does.
     """
     if fmt not in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ):
         raise ValueError(f"format: expected an fp8 format, got {fmt}")
     hardware = device.has_fp8_conversion(fmt.name)
     return dict(
         MANTISSA=fmt.mantissa_bits, BIAS=fmt.bias, MAX=fmt.max,
-        NAN_CODE=None if hardware and device.vendor == "nv" else fmt.nan_code,
+        NAN_CODE=None if hardware and device.vendor == "nv" and fmt is E4M3FN else fmt.nan_code,
         HARDWARE=_TL_TYPES[fmt.name] if hardware else None,
     )  # fmt: skip
 
@@ -93,7 +93,8 @@ def quantize_fp8_any(
 def cast_fp8(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr):
     """fp32 values within the format's range, or NaN, to uint8 codes: round half to even. HARDWARE changes no bit."""
     if HARDWARE is not None:
-        code = v.to(HARDWARE).to(tl.uint8, bitcast=True)
+        # triton 3.6 converts to e5m2 in pairs by integers, and a NaN carries into its neighbour
+        code = (v if NAN_CODE is None else tl.where(v != v, 0.0, v)).to(HARDWARE).to(tl.uint8, bitcast=True)
     else:
         bits = v.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF

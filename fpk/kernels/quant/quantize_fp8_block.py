@@ -31,7 +31,6 @@ from fpk.kernels._tile import (
     divide,
     fp8_constants,
     quantize_fp8,
-    saturated,
 )
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
@@ -88,15 +87,20 @@ def _tile_kernel(
         amax = tl.zeros((1,), tl.float32) + tl.max(tl.abs(x), axis=None)
     else:
         amax = tl.max(tl.max(tl.abs(x), axis=0), axis=1)
-    if any_infinite(amax):
+    infinite = any_infinite(amax)
+    if infinite:
         keys = tl.max(tl.where(mask, amax_key(x), 0), axis=0)
         amax = amax_of_key(tl.max(keys, axis=1))  # [BLOCKS]
     scale = tl.math.div_rn(tl.maximum(amax, 1e-4), QMAX)
     stored = scale
     if E8M0:
         stored, scale = power_of_two_above(scale)
-    codes = quantize_fp8(x, scale[None, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
-    tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
+    codes_ptrs = codes_ptr + (e * M + rows) * K + cols
+    if infinite:
+        codes = quantize_fp8(x, scale[None, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+        tl.store(codes_ptrs, codes, mask=mask)
+    else:  # nothing lies beyond the range; stored here, since codes that leave the branch cost registers
+        tl.store(codes_ptrs, cast_fp8(divide(x, scale[None, :, None]), MANTISSA, BIAS, NAN_CODE, HARDWARE), mask=mask)
     scale_ptrs = scale_ptr + (e * blocks_m + block_m) * blocks_k + offs_b
     tl.store(scale_ptrs, stored.to(scale_ptr.dtype.element_ty), mask=offs_b < blocks_k)
 
@@ -156,6 +160,8 @@ def _loop_kernel(
 def configs(block_rows: int, block_cols: int, **_: Any):
     height, width = triton.next_power_of_2(block_rows), triton.next_power_of_2(block_cols)
     neighbours = max(1, 512 // (height * width))
+    if height * width > 4096:  # 80 registers: three programs share a multiprocessor of 64 K registers, not two
+        yield Config(kernel="tile", BLOCKS=neighbours, num_warps=8, maxnreg=80)
     yield Config(kernel="tile", BLOCKS=neighbours, num_warps=8)
     yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     for elements in (4096, 8192, 16384, 32768):

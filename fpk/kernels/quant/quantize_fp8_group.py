@@ -35,7 +35,7 @@ from fpk.kernels._groups import (
     scale_buffer,
     stored_scale,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, saturated
+from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -94,10 +94,12 @@ def _group_kernel(
     stored = scale
     if E8M0:
         stored, scale = power_of_two_above(scale)
-    if infinite:  # else nothing lies beyond the range
-        x = saturated(x, scale[:, :, None], -MAX, MAX)
-    codes = cast_fp8(divide(x, scale[:, :, None]), MANTISSA, BIAS, NAN_CODE, HARDWARE)
-    tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
+    codes_ptrs = codes_ptr + (e * M + rows) * K + cols
+    if infinite:
+        codes = quantize_fp8(x, scale[:, :, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+        tl.store(codes_ptrs, codes, mask=mask)
+    else:  # nothing lies beyond the range; stored here, since codes that leave the branch cost registers
+        tl.store(codes_ptrs, cast_fp8(divide(x, scale[:, :, None]), MANTISSA, BIAS, NAN_CODE, HARDWARE), mask=mask)
 
     scale_ptr += e * groups * stride_s
     if COLUMNS:

@@ -24,7 +24,7 @@ from fpk.db import Config, bucket
 from fpk.formats import encode_int8 as encode_codes
 from fpk.formats import expand_groups
 from fpk.kernels._groups import expect_group, group_amax
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, saturated
+from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, quantize_int8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -72,10 +72,11 @@ def _group_kernel(
     if infinite:
         amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
-    if infinite:  # else nothing lies beyond the range
-        x = saturated(x, scale[:, :, None], QMIN, 127.0)
-    codes = cast_int8(divide(x, scale[:, :, None]))
-    tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
+    codes_ptrs = codes_ptr + (e * M + rows) * K + cols
+    if infinite:
+        tl.store(codes_ptrs, quantize_int8(x, scale[:, :, None], QMIN), mask=mask)
+    else:  # nothing lies beyond the range; stored here, since codes that leave the branch cost registers
+        tl.store(codes_ptrs, cast_int8(divide(x, scale[:, :, None])), mask=mask)
     scale_ptrs = scale_ptr + (e * M + offs_m)[:, None] * groups + offs_g[None, :]
     tl.store(scale_ptrs, scale, mask=(offs_m < M)[:, None] & (offs_g < groups)[None, :])
 
