@@ -1,5 +1,7 @@
 """Fixtures of the method tests."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -7,8 +9,15 @@ import fpk.op
 
 
 @pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
+def _inference():
+    with torch.no_grad(), torch.device("cuda") if torch.cuda.is_available() else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def on_cpu():
+    """Tensors are made on the CPU, where ops run their references: for what the GPU at hand cannot be."""
+    with torch.device("cpu"):
         yield
 
 

@@ -10,6 +10,13 @@ from torch import Tensor
 from fpk.formats import FP8, finite_amax
 from fpk.methods import Linear, use_reduce_max
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_device() -> torch.device:
+    """Where tensors are made now: DEVICE, unless a test is about the CPU."""
+    return torch.tensor(0).device
+
 
 def loaded(layer: Linear, weights: list[Tensor] | Tensor) -> Linear:
     """The layer with these weights: one tensor for all of it, or one a shard."""
@@ -24,14 +31,15 @@ def loaded(layer: Linear, weights: list[Tensor] | Tensor) -> Linear:
 
 def random_weight(n: int, k: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Normal values, an outlier in the last row and column, and a row of zeros."""
-    w = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(seed), device="cpu")
     if n > 2:
         w[-1, -1], w[1] = 7.0, 0.0
-    return w.to(dtype)
+    return w.to(dtype).to(default_device())
 
 
 def random_x(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return x.to(dtype).to(default_device())
 
 
 def token_rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
@@ -72,7 +80,7 @@ class Ranks:
                     self.turn.acquire()
                 return result
 
-            with self.turn, torch.no_grad(), use_reduce_max(reduce):
+            with self.turn, torch.no_grad(), torch.device(DEVICE), use_reduce_max(reduce):
                 try:
                     results[rank] = work(rank)
                 except BaseException as error:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_kit import Ranks, group_rounded, loaded, random_weight, random_x
+from linear_kit import Ranks, default_device, group_rounded, loaded, random_weight, random_x
 
 from fpk.check import assert_close, bits
 from fpk.device import pretend
@@ -28,8 +28,9 @@ def make(k, n, block=(128, 128), e8m0=False, **kwargs) -> Linear:
 def stored(n: int, k: int, block, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """A shard as a checkpoint holds it."""
     generator = torch.Generator().manual_seed(seed)
-    codes = encode(torch.randn(n, k, generator=generator) * 100, E4M3FN).view(F8)
-    return codes, torch.rand(-(-n // block[0]), -(-k // block[1]), generator=generator) + 0.25
+    codes = encode(torch.randn(n, k, generator=generator, device="cpu") * 100, E4M3FN).view(F8)
+    scale = torch.rand(-(-n // block[0]), -(-k // block[1]), generator=generator, device="cpu") + 0.25
+    return codes.to(default_device()), scale.to(default_device())
 
 
 def values(codes: torch.Tensor, scale: torch.Tensor, block) -> torch.Tensor:
@@ -235,7 +236,7 @@ def test_pre_processed_weights_are_left_alone(references):
     assert_close(layer(random_x(3, 300)), source(random_x(3, 300)), 0.0)
 
 
-def test_gfx942_keeps_the_values_in_its_own_format(references):
+def test_gfx942_keeps_the_values_in_its_own_format(references, on_cpu):
     codes, scale = stored(200, 300, (128, 128))
     with pretend("gfx942"):
         layer = make(300, 200)

@@ -239,7 +239,7 @@ def test_ptpc_refuses_gpus_without_fp8_units():
         make(PTPC)
 
 
-def test_gfx942_gets_its_own_fp8(references):
+def test_gfx942_gets_its_own_fp8(references, on_cpu):
     with pretend("gfx942"):
         for method in (TENSOR, PTPC):
             layer = loaded(make(method), random_weight(40, 48))

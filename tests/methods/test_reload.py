@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from linear_kit import loaded, random_weight, random_x
+from linear_kit import DEVICE, default_device, loaded, random_weight, random_x
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpk.op
@@ -58,23 +58,23 @@ def load(layer: Linear, seed: int) -> Linear:
 
     def put(name, value, shard=None):
         parameter = dict(layer.named_parameters())[name]
-        parameter.weight_loader(parameter, value, shard)
+        parameter.weight_loader(parameter, value.to(default_device()), shard)
 
     for shard, n in zip("qkv", WIDTHS, strict=True):
-        weight = torch.randn(n, K, generator=generator)
+        weight = torch.randn(n, K, generator=generator, device="cpu")
         if isinstance(layer.quant_method, tuple(ONLINE.values())):
             put("weight", weight.bfloat16(), shard)
             continue
         put("weight", encode(weight * 100, E4M3FN).view(torch.float8_e4m3fn), shard)
         if layer.weight_block_size is None:
-            put("weight_scale", torch.rand((), generator=generator) + 0.5, shard)
+            put("weight_scale", torch.rand((), generator=generator, device="cpu") + 0.5, shard)
         else:
             rows, columns = layer.weight_block_size
             shape = (-(-n // rows), -(-K // columns))
-            put("weight_scale_inv", torch.rand(shape, generator=generator) + 0.5, shard)
+            put("weight_scale_inv", torch.rand(shape, generator=generator, device="cpu") + 0.5, shard)
         if layer.quant_method.is_static:
-            put("input_scale", torch.rand((), generator=generator) + 0.5, shard)
-    put("bias", torch.randn(sum(WIDTHS), generator=generator).bfloat16())
+            put("input_scale", torch.rand((), generator=generator, device="cpu") + 0.5, shard)
+    put("bias", torch.randn(sum(WIDTHS), generator=generator, device="cpu").bfloat16())
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 
@@ -138,7 +138,7 @@ def test_a_conversion_leaves_codes_and_scales(kind):
     assert half.bias.dtype is torch.float16
     half.bias = layer.bias
     same(half, layer)
-    same(load(layer.to("cpu").float().bfloat16(), seed=2), load(make(kind), seed=2))
+    same(load(layer.to(DEVICE).float().bfloat16(), seed=2), load(make(kind), seed=2))
 
 
 @every_kind
@@ -163,7 +163,7 @@ def test_a_processed_state_loads_into_a_new_layer(kind):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "static", "block"])
-def test_the_state_of_another_gpu_s_format_is_not_converted(kind):
+def test_the_state_of_another_gpu_s_format_is_not_converted(kind, on_cpu):
     with pretend("gfx942"):
         source = load(make(kind), seed=1)
         other = make(kind)
@@ -229,7 +229,7 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ONLINE)
-def test_loading_needs_the_quantized_model_and_one_layer(kind, monkeypatch):
+def test_loading_needs_the_quantized_model_and_one_layer(kind, monkeypatch, on_cpu):
     monkeypatch.undo()  # the suite's guarded memory keeps allocations alive
     monkeypatch.setattr(fpk.op, "INTERPRETING", False)
     n, k, count = 256, 512, 24
@@ -253,12 +253,34 @@ def test_loading_needs_the_quantized_model_and_one_layer(kind, monkeypatch):
     assert all_of_them < 0.52 * count * layer_bytes
 
 
-@pytest.mark.parametrize("kind", ONLINE)
-def test_a_moved_layer_makes_its_weight_where_it_is(kind):
-    layer = make(kind).to("cpu", torch.bfloat16)
-    assert layer.weight.is_meta and layer.loading.device.type == "cpu"
-    x = random_x(2, K)
-    assert load(layer, 1)(x).device == x.device if kind != "Fp8PerBlockOnlineLinearMethod" else load(layer, 1)
+@every_kind
+@pytest.mark.parametrize("when", ("before loading", "after processing"))
+def test_a_moved_layer_lives_where_it_is(kind, when):
+    with torch.device("cpu"):
+        layer = make(kind)
+        if when == "after processing":
+            load(layer, seed=2)
+    layer.to(DEVICE)
+    load(layer, seed=1)
+    assert all(p.device == default_device() for p in layer.parameters())
+    same(layer, load(make(kind), seed=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@every_kind
+def test_a_captured_graph_sees_reloaded_weights(kind):
+    layer, x = load(make(kind), seed=1), random_x(4, K)
+    layer(x)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    for seed in (1, 2):
+        load(layer, seed)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close(out, load(make(kind), seed)(x), 0.0)
 
 
 def test_loads_in_any_order_of_layers():
