@@ -19,6 +19,7 @@ _NAMES = {
     "Fp8PtpcOnlineLinearMethod": "online",
     "Int8PtpcOnlineLinearMethod": "online",
     "is_layer_skipped": "skip",
+    "load_dummy_weights": "loading",
     "pre_processed_weights": "loading",
     "use_reduce_max": "parallel",
 }

@@ -227,7 +227,13 @@ class UnquantizedLinearMethod(LinearMethod):
 
 
 class QuantizedLinearMethod(LinearMethod):
-    """What quantized methods share: `apply` checks and flattens x, `multiply` does the rest."""
+    """What quantized methods share: `apply` checks and flattens x, `multiply` does the rest.
+
+    Attributes:
+        fast_accum: let FP8 products stay in the tensor core's own accumulator, see `scaled_mm`; set it on the method.
+    """
+
+    fast_accum = False
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype not in ACTIVATIONS or x.dim() == 0 or x.shape[-1] != layer.input_size_per_partition:

@@ -149,12 +149,15 @@ class Fp8LinearMethod(QuantizedLinearMethod):
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.block is not None:
-            return fp8_block_product(x, layer.weight, layer.weight_scale_inv, layer.blocks, bias, layer.weight_only)
+            scale = layer.weight_scale_inv
+            return fp8_block_product(x, layer.weight, scale, layer.blocks, bias, layer.weight_only, self.fast_accum)
         scale = layer.weight_scale.view(1, 1)
         if layer.weight_only:
             return weight_only_product(x, layer.weight, scale, bias)
-        scale_ub = getattr(layer, "input_scale_ub", None)
-        return fp8_product(x, layer.weight, scale, bias, input_scale=layer.input_scale, scale_ub=scale_ub)
+        return fp8_product(
+            x, layer.weight, scale, bias, input_scale=layer.input_scale,
+            scale_ub=getattr(layer, "input_scale_ub", None), fast_accum=self.fast_accum,
+        )  # fmt: skip
 
     def dequantize(self, layer: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         if self.block is not None:

@@ -155,6 +155,34 @@ class Streaming(Loading):
         self.device = device
 
 
+def load_dummy_weights(module: nn.Module, bound: float = 1e-3, seed: int = 0) -> int:
+    """Give every online layer of a model random weights, so that it can be timed or traced without a checkpoint.
+
+    Args:
+        module: the model; layers that have their weights are left alone.
+        bound: weights are uniform in +-bound.
+        seed: of the random numbers, the same for every layer.
+
+    Returns:
+        the number of layers that were filled.
+    """
+    count = 0
+    for layer in module.modules():
+        loading = getattr(layer, "loading", None)
+        if not isinstance(loading, Streaming) or not any(getattr(layer, n).is_meta for n in loading.templates):
+            continue
+        weights = {}
+        for name, template in loading.templates.items():
+            generator = torch.Generator(loading.device).manual_seed(seed)
+            data = torch.empty(template.shape, dtype=template.dtype, device=loading.device)
+            weights[name] = data.uniform_(-bound, bound, generator=generator)
+        loading.pending.clear()
+        loading.filled.clear()
+        loading.method.weights_arrived(layer, weights)
+        count += 1
+    return count
+
+
 class _Writes(TorchDispatchMode):
     """Records which regions of meta tensors are copied into or filled."""
 

@@ -117,11 +117,9 @@ class Fp8PerTensorOnlineLinearMethod(OnlineLinearMethod):
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         scale = layer.weight_scale.view(1, 1)
-        return (
-            weight_only_product(x, layer.weight, scale, bias)
-            if layer.weight_only
-            else fp8_product(x, layer.weight, scale, bias)
-        )
+        if layer.weight_only:
+            return weight_only_product(x, layer.weight, scale, bias)
+        return fp8_product(x, layer.weight, scale, bias, fast_accum=self.fast_accum)
 
     def moved(self, layer: Any) -> None:
         note_units(layer)
@@ -152,7 +150,7 @@ class Fp8PtpcOnlineLinearMethod(OnlineLinearMethod):
         return {"weight": codes, "weight_scale": scale}
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        return fp8_product(x, layer.weight, layer.weight_scale, bias)
+        return fp8_product(x, layer.weight, layer.weight_scale, bias, fast_accum=self.fast_accum)
 
     def dequantize(self, layer: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return dequantize(layer.weight, layer.weight_scale, rows=1, out_dtype=dtype)
@@ -175,7 +173,8 @@ class Fp8PerBlockOnlineLinearMethod(OnlineLinearMethod):
         return {"weight": codes, "weight_scale_inv": scale}
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        return fp8_block_product(x, layer.weight, layer.weight_scale_inv, layer.blocks, bias, layer.weight_only)
+        scale = layer.weight_scale_inv
+        return fp8_block_product(x, layer.weight, scale, layer.blocks, bias, layer.weight_only, self.fast_accum)
 
     def moved(self, layer: Any) -> None:
         note_units(layer)

@@ -55,8 +55,9 @@ def weight_only_product(
 
 
 def fp8_block_product(
-    x: Tensor, weight: Tensor, scale: Tensor, blocks: Blocks, bias: Tensor | None = None, weight_only: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor, blocks: Blocks, bias: Tensor | None = None, weight_only: bool = False,
+    fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
     """FP8 weights with block scales times activations quantized per group of the block's columns."""
     if weight_only:
         rows, cols = blocks.rows, blocks.cols
@@ -66,7 +67,7 @@ def fp8_block_product(
     codes, scale_a = quantize_fp8_group(x, blocks.cols, dtype=weight.dtype)
     return scaled_mm_group(
         codes, weight, scale_a, scale, group=blocks.cols, block_rows=blocks.rows, block_cols=blocks.cols, bias=bias,
-        offset_n=blocks.offset_n, offset_k=blocks.offset_k, out_dtype=x.dtype,
+        offset_n=blocks.offset_n, offset_k=blocks.offset_k, out_dtype=x.dtype, fast_accum=fast_accum,
     )  # fmt: skip
 
 

@@ -11,12 +11,14 @@ from fpk.kernels.quant.quantize_fp8_tensor import quantize_fp8_tensor
 from fpk.kernels.quant.quantize_fp8_token import quantize_fp8_token
 from fpk.kernels.quant.quantize_int8_token import quantize_int8_token
 from fpk.methods import (
+    Fp8PerBlockOnlineLinearMethod,
     Fp8PerTensorOnlineLinearMethod,
     Fp8PtpcOnlineLinearMethod,
     Int8PtpcOnlineLinearMethod,
     Linear,
     UnquantizedLinearMethod,
     pre_processed_weights,
+    products,
 )
 
 TENSOR, PTPC, INT8 = Fp8PerTensorOnlineLinearMethod, Fp8PtpcOnlineLinearMethod, Int8PtpcOnlineLinearMethod
@@ -258,6 +260,28 @@ def test_compiles_to_one_graph(method, references):
     for m in (1, 4, 0):
         x = random_x(m, 2, 48)
         assert_close(compiled(x), layer(x), 0.0)
+
+
+@pytest.mark.parametrize("fast", (False, True))
+def test_fast_accumulation_is_the_method_s_choice(fast, references, monkeypatch):
+    seen = []
+
+    def spy(name):
+        original = getattr(products, name)
+        monkeypatch.setattr(
+            products,
+            name,
+            lambda *a, fast_accum, **k: seen.append(fast_accum) or original(*a, fast_accum=fast_accum, **k),
+        )
+
+    spy("scaled_mm")
+    spy("scaled_mm_group")
+    for method in (TENSOR, PTPC, Fp8PerBlockOnlineLinearMethod):
+        layer = loaded(make(method), random_weight(40, 48))
+        if fast:
+            layer.quant_method.fast_accum = True
+        layer(random_x(2, 48))
+    assert seen == [fast] * 3
 
 
 def test_unquantized_is_a_plain_product():

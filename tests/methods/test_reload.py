@@ -22,6 +22,7 @@ from fpk.methods import (
     Fp8PtpcOnlineLinearMethod,
     Int8PtpcOnlineLinearMethod,
     Linear,
+    load_dummy_weights,
 )
 
 pytestmark = pytest.mark.usefixtures("references")
@@ -281,6 +282,20 @@ def test_a_captured_graph_sees_reloaded_weights(kind):
         graph.replay()
         torch.cuda.synchronize()
         assert_close(out, load(make(kind), seed)(x), 0.0)
+
+
+def test_dummy_weights_fill_what_has_none():
+    model = torch.nn.ModuleList([make(kind) for kind in [*ONLINE, "tensor"]])
+    loaded_one = load(make("Fp8PtpcOnlineLinearMethod"), seed=1)
+    model.append(loaded_one)
+    assert load_dummy_weights(model, bound=0.5) == len(ONLINE)
+    for layer in list(model)[: len(ONLINE)]:
+        values = layer.dequantize()
+        assert 0.45 < values.abs().max() <= 0.52 and values.std() > 0.2
+        layer.quant_method.process_weights_after_loading(layer)
+    same(loaded_one, load(make("Fp8PtpcOnlineLinearMethod"), seed=1))
+    assert load_dummy_weights(model) == 0
+    same(load(model[0], seed=2), load(make(next(iter(ONLINE))), seed=2))  # real weights may follow
 
 
 def test_loads_in_any_order_of_layers():
