@@ -84,11 +84,13 @@ def _lazy_group(name: str, module: str, attribute: str, help: str) -> None:
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )
+    @_one_line_errors
     def run(context: typer.Context) -> None:
         group = getattr(importlib.import_module(module), attribute)
         group(context.args or ["--help"], prog_name=f"fpk {name}")
 
 
+_lazy_group("tune", "fpk.cli_tune", "tune_app", "Measure candidates and keep the best.")
 _lazy_group("db", "fpk.cli_db", "db_app", "The autotune database: winners, where they come from, whether they hold.")
 
 

@@ -186,8 +186,12 @@ def test_an_interrupted_study_prints_what_it_has(directory, text, monkeypatch, t
     assert "interrupted" in json.loads((tmp_path / "out" / "provenance.json").read_text())["complete"]
 
 
-def test_database_commands_are_reached():
-    done = subprocess.run([sys.executable, "-m", "fpk", "db", "--help"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "show" in done.stdout, done.stderr
-    done = subprocess.run([sys.executable, "-m", "fpk", "db", "nosuch"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
+@pytest.mark.parametrize(("group", "command"), [("db", "show"), ("tune", "sweep")])
+def test_groups_of_commands_are_reached(group, command):
+    def call(*words):
+        return subprocess.run([sys.executable, "-m", "fpk", group, *words], capture_output=True, text=True, timeout=120)
+
+    for words in ((), ("--help",)):
+        done = call(*words)
+        assert done.returncode == 0 and command in done.stdout, done.stderr
+    assert call("nosuch").returncode == 2
