@@ -79,9 +79,10 @@ class OnlineLinearMethod(QuantizedLinearMethod):
 
     def weights_arrived(self, layer: Any, weights: dict[str, Tensor]) -> None:
         """Quantize (N, K) weights into the layer's parameters, in place if it has them already."""
-        for name, tensor in self.quantize_weight(layer, weights["weight"]).items():
-            if name != "weight":
-                expect_valid_scale(f"{name_of(layer)}.{name}", tensor)
+        parameters = self.quantize_weight(layer, weights["weight"])
+        for name in parameters.keys() - {"weight"}:
+            expect_valid_scale(f"{name_of(layer)}.{name}", parameters[name])
+        for name, tensor in parameters.items():
             replace(layer, name, tensor)
             layer._parameters[name].fixed_dtype = True
         self.finish(layer)

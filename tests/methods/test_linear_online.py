@@ -116,6 +116,12 @@ def test_one_bad_element_spoils_nothing_else(method, value, references):
 def test_refuses_a_weight_that_has_no_finite_scale(method, references):
     with pytest.raises(ValueError, match=r"qkv_proj\.weight_scale: expected finite positive scales, got inf"):
         loaded(make(method), torch.full((40, 48), float("inf"), dtype=torch.bfloat16))
+    layer = loaded(make(method), random_weight(40, 48))
+    with pytest.raises(ValueError, match="expected finite positive scales"):
+        loaded(layer, torch.full((40, 48), float("inf"), dtype=torch.bfloat16))
+    good = loaded(make(method), random_weight(40, 48))
+    assert_close(layer.weight.data, good.weight.data, 0.0)  # what it had it still has
+    assert_close(layer.weight_scale.data, good.weight_scale.data, 0.0)
 
 
 @every_method
