@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fpk.kernels._tile import divide, saturated
+
 
 def asymmetric_parameters(
     x: Tensor, dims: tuple[int, ...], num_valid_rows: Tensor | None = None
@@ -59,20 +61,43 @@ def range_keys(v):
 
 
 @triton.jit
-def scale_and_zero(high_key, low_key):
-    """fp32 scale and int32 zero point of a range, from the maxima of its keys."""
+def range_of_keys(high_key, low_key):
+    """The range that maxima of `range_keys` stand for, as fp32; high is Inf if every element was Inf."""
     high = (tl.maximum(high_key, 1) - 1).to(tl.float32, bitcast=True)
     low = -(tl.maximum(low_key, 1) - 1).to(tl.float32, bitcast=True)
+    return tl.where(high_key == 0, float("inf"), high), low
+
+
+@triton.jit
+def range_along(x, mask, axis: tl.constexpr):
+    """Range of finite values and 0 along `axis`; lanes off the mask must hold 0."""
+    high = tl.maximum(tl.max(x, axis=axis), 0.0)
+    low = tl.minimum(tl.min(x, axis=axis), 0.0)
+    if tl.max(tl.where((high < float("inf")) & (low > -float("inf")), 0, 1), axis=None) > 0:  # rare: an Inf
+        high_key, low_key = range_keys(x)
+        high_key = tl.max(tl.where(mask, high_key, 0), axis=axis)
+        low_key = tl.max(tl.where(mask, low_key, 0), axis=axis)
+        high, low = range_of_keys(high_key, low_key)
+    return high, low
+
+
+@triton.jit
+def scale_and_zero(high, low):
+    """fp32 scale and int32 zero point of a range."""
     scale = tl.math.div_rn(tl.maximum(high * 0.5 - low * 0.5, 0.5e-10), 127.5)
-    scale = tl.where(high_key == 0, float("inf"), scale)
     zero = -128.0 - tl.math.div_rn(low, scale)
     return scale, ((zero + 12582912.0) - 12582912.0).to(tl.int32)
 
 
 @triton.jit
-def encode_around(v, zero):
-    """fp32 quotients to int8 around zero points in -128..127: round half to even, saturate, NaN to the zero point."""
-    clamped = tl.minimum(tl.maximum(v, -512.0), 512.0)
-    code = ((clamped + 12582912.0) - 12582912.0) + zero.to(tl.float32)
-    code = tl.where(v != v, zero.to(tl.float32), tl.minimum(tl.maximum(code, -128.0), 127.0))
-    return code.to(tl.int8)
+def quantize_around(x, scale, zero):
+    """int8 codes of x / scale around zero points in -128..127: round half to even, saturate, NaN to the zero point.
+
+    scale and zero broadcast to x.
+    """
+    quotient = divide(saturated(x, scale, -512.0, 512.0), scale)
+    zero = zero.to(tl.float32)
+    code = ((quotient + 12582912.0) - 12582912.0) + zero
+    code = tl.minimum(tl.maximum(tl.where(quotient != quotient, zero, code), -128.0), 127.0)
+    # the sum's last mantissa bits are the integer in two's complement
+    return (code + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)

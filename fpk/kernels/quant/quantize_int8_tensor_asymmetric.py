@@ -27,8 +27,9 @@ from fpk.db import Config, bucket
 from fpk.kernels._asymmetric import (
     asymmetric_codes,
     asymmetric_parameters,
-    encode_around,
+    quantize_around,
     range_keys,
+    range_of_keys,
     scale_and_zero,
 )
 from fpk.op import Cost, Kernel, op
@@ -90,6 +91,7 @@ def _quantize_kernel(
     keys = key_ptr + (e * parts + offs_p) * 2
     high = tl.max(tl.load(keys, mask=offs_p < parts, other=0), axis=0)
     low = tl.max(tl.load(keys + 1, mask=offs_p < parts, other=0), axis=0)
+    high, low = range_of_keys(high, low)
     scale, zero = scale_and_zero(high, low)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr + e, scale)
@@ -102,7 +104,7 @@ def _quantize_kernel(
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    codes = encode_around(tl.math.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + scale), zero)
+    codes = quantize_around(x, tl.full((1, 1), 0.0, tl.float32) + scale, zero)
     tl.store(codes_ptr + (e * M + offs_m)[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 

@@ -26,8 +26,10 @@ from fpk.db import Config, bucket
 from fpk.kernels._asymmetric import (
     asymmetric_codes,
     asymmetric_parameters,
-    encode_around,
+    quantize_around,
+    range_along,
     range_keys,
+    range_of_keys,
     scale_and_zero,
 )
 from fpk.op import Cost, Kernel, op
@@ -60,10 +62,9 @@ def _row_kernel(
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :].to(tl.int64) * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    high, low = range_keys(x)
-    high, low = tl.max(tl.where(mask, high, 0), axis=1), tl.max(tl.where(mask, low, 0), axis=1)
+    high, low = range_along(x, mask, 1)
     scale, zero = scale_and_zero(high, low)
-    codes = encode_around(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), zero[:, None])
+    codes = quantize_around(x, scale[:, None], zero[:, None])
     rows = e * M + offs_m
     tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=offs_m < M)
@@ -92,7 +93,8 @@ def _loop_kernel(
         x = tl.load(x_rows + offs_k[None, :].to(tl.int64) * stride_xk, mask=mask, other=0.0).to(tl.float32)
         high, low = range_keys(x)
         highs, lows = tl.maximum(highs, tl.where(mask, high, 0)), tl.maximum(lows, tl.where(mask, low, 0))
-    scale, zero = scale_and_zero(tl.max(highs, axis=1), tl.max(lows, axis=1))
+    high, low = range_of_keys(tl.max(highs, axis=1), tl.max(lows, axis=1))
+    scale, zero = scale_and_zero(high, low)
     tl.store(scale_ptr + rows, scale, mask=mask_m)
     tl.store(zero_ptr + rows, zero, mask=mask_m)
 
@@ -100,13 +102,16 @@ def _loop_kernel(
         offs_k = k + tl.arange(0, BLOCK_K)
         mask = mask_m[:, None] & (offs_k < K)[None, :]
         x = tl.load(x_rows + offs_k[None, :].to(tl.int64) * stride_xk, mask=mask, other=0.0).to(tl.float32)
-        codes = encode_around(tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), zero[:, None])
+        codes = quantize_around(x, scale[:, None], zero[:, None])
         tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
 def configs(x: Tensor, **_: Any):
-    yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     width = triton.next_power_of_2(x.shape[-1])
+    if width <= 8192:
+        warps = max(4, width // 1024)
+        yield Config(kernel="row", BLOCK_M=max(1, 1024 // width), BLOCK_K=width, num_warps=warps, num_stages=1)
+    yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     for rows in (1, 2, 4, 8):
         for warps in (4, 8, 16):
             if 512 <= rows * width <= 32768:
