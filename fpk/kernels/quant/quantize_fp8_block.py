@@ -23,15 +23,7 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8, encode, expand_groups
 from fpk.kernels._groups import SCALE_FORMATS, group_amax, power_of_two_above, stored_scale
-from fpk.kernels._tile import (
-    amax_key,
-    amax_of_key,
-    any_infinite,
-    cast_fp8,
-    divide,
-    fp8_constants,
-    quantize_fp8,
-)
+from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -133,7 +125,8 @@ def _loop_kernel(
         x = tl.load(x_ptr + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
     amax = tl.max(largest, axis=None)
-    if amax == float("inf"):  # rare: an Inf, which only counts if there is nothing else
+    infinite = amax == float("inf")
+    if infinite:  # rare: an Inf, which only counts if there is nothing else
         keys = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.uint32)
         for piece in range(0, pieces):
             rows = (first_m + piece // pieces_k * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -153,22 +146,24 @@ def _loop_kernel(
         cols = (first_k + piece % pieces_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
         mask = (rows < last_m) & (cols < last_k)
         x = tl.load(x_ptr + rows * stride_xm + cols * stride_xk, mask=mask, other=0.0).to(tl.float32)
-        codes = quantize_fp8(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
-        tl.store(codes_ptr + (e * M + rows) * K + cols, codes, mask=mask)
+        codes_ptrs = codes_ptr + (e * M + rows) * K + cols
+        if infinite:
+            codes = quantize_fp8(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+            tl.store(codes_ptrs, codes, mask=mask)
+        else:
+            tl.store(codes_ptrs, cast_fp8(divide(x, scale), MANTISSA, BIAS, NAN_CODE, HARDWARE), mask=mask)
 
 
 def configs(block_rows: int, block_cols: int, **_: Any):
     height, width = triton.next_power_of_2(block_rows), triton.next_power_of_2(block_cols)
     neighbours = max(1, 512 // (height * width))
-    if height * width > 4096:  # 80 registers: three programs share a multiprocessor of 64 K registers, not two
-        yield Config(kernel="tile", BLOCKS=neighbours, num_warps=8, maxnreg=80)
     yield Config(kernel="tile", BLOCKS=neighbours, num_warps=8)
     yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     for elements in (4096, 8192, 16384, 32768):
         for warps in (4, 8, 16):
             if elements >= height * width:
                 yield Config(kernel="tile", BLOCKS=elements // (height * width), num_warps=warps)
-    if height * width <= 16384:
+    if height * width <= 16384:  # fewer registers let more programs share a multiprocessor, at the price of spills
         for warps, registers in ((8, 64), (8, 80), (8, 96), (16, 48), (16, 64)):
             yield Config(kernel="tile", BLOCKS=neighbours, num_warps=warps, maxnreg=registers)
     for rows, cols, warps in ((16, 64, 4), (16, 128, 4), (32, 128, 4), (32, 128, 8), (64, 128, 8), (32, 256, 8)):
