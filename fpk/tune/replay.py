@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fpk import db
-from fpk.tune.search import Config, Search
-from fpk.tune.trials import Trial
+from fpk.tune.search import Prior, Search
+from fpk.tune.trials import Trial, canonical
 
 Times = dict[str, dict[str, float]]  # key as JSON -> config as JSON -> microseconds
 
@@ -36,7 +36,7 @@ def times_of(trials: Iterable[Trial], op: str, gpu: str | None = None) -> Times:
 
 def search_regret(
     times: Mapping[str, float], order: Sequence[str], budget: int, seeds: Sequence[str] = (), seed: int = 0,
-    within: float = 0.0,
+    within: float = 0.0, prior: Sequence[Prior] = (), sizes: Mapping[str, int] | None = None,
 ) -> tuple[float, int]:  # fmt: skip
     """Replay a search over the recorded candidates.
 
@@ -48,9 +48,7 @@ def search_regret(
     Returns:
         (percent over the best of all, trials used).
     """
-    candidates: list[Config] = [json.loads(text) for text in order]
-    numbers = {text: i for i, text in enumerate(order)}
-    search = Search(candidates, [numbers[s] for s in seeds if s in numbers], budget, seed=seed)
+    search = _search(order, budget, seeds, seed, prior, sizes)
     best, found, used = min(times.values()), float("inf"), 0
     while batch := search.ask():
         for i in batch:
@@ -62,6 +60,28 @@ def search_regret(
     return 100 * (found / best - 1), used
 
 
+def _search(
+    order: Sequence[str],
+    budget: int,
+    seeds: Sequence[str],
+    seed: int,
+    prior: Sequence[Prior],
+    sizes: Mapping[str, int] | None,
+) -> Search:
+    numbers = {text: i for i, text in enumerate(order)}
+    known = [numbers[s] for s in seeds if s in numbers]
+    return Search([json.loads(text) for text in order], known, budget, seed=seed, prior=prior, sizes=sizes)
+
+
+def searched(times: Mapping[str, float], order: Sequence[str], budget: int = 100) -> dict[str, float]:
+    """What a cold search of that budget would have measured."""
+    search = _search(order, budget, (), 0, (), None)
+    while batch := search.ask():
+        for i in batch:
+            search.tell(i, times.get(order[i]))
+    return {order[i]: us for i, us in search.us.items() if us is not None}
+
+
 def random_regret(times: Mapping[str, float], order: Sequence[str], budget: int, seed: int = 0) -> float:
     """The same for candidates in random order."""
     import random
@@ -70,10 +90,32 @@ def random_regret(times: Mapping[str, float], order: Sequence[str], budget: int,
     return 100 * (min(times.get(text, float("inf")) for text in drawn) / min(times.values()) - 1)
 
 
+def warm_start(sweep: Times, key: str, per_shape: int = 3) -> dict[str, Any]:
+    """Seeds, prior and sizes for `key` from an earlier sweep of other shapes; `key` itself is left out."""
+    others = {k: v for k, v in sweep.items() if k != key}
+    return dict(seeds=warm_seeds(others, key, per_shape), prior=prior_of(others, key), sizes=sizes_of(key))
+
+
+def sizes_of(key: str) -> dict[str, int]:
+    return {n: v for n, v in json.loads(key).items() if n in db.SIZES}
+
+
+def prior_of(sweep: Times, key: str, shapes: int = 8) -> list[Prior]:
+    """Trials of the shapes nearest to `key` among those with the same flags."""
+    table = _table(sweep, 1)
+    near = [block[0].key for _, block in table.nearest(json.loads(key), shapes)]
+    prior = []
+    for shape in near:
+        text = canonical(shape)
+        best = min(sweep[text].values())
+        prior += [Prior(json.loads(c), sizes_of(text), us / best) for c, us in sorted(sweep[text].items())]
+    return prior
+
+
 def warm_seeds(times: Times, key: str, per_shape: int = 4) -> list[str]:
     """Winners of the recorded shapes nearest to `key`, which itself is left out: what a later sweep starts from."""
     table = _table({k: v for k, v in times.items() if k != key}, per_shape)
-    found = [_text(row.config) for _, block in table.nearest(json.loads(key)) for row in block]
+    found = [canonical(row.config) for _, block in table.nearest(json.loads(key)) for row in block]
     return list(dict.fromkeys(found))
 
 
@@ -83,10 +125,6 @@ def _table(times: Times, ranks: int) -> db.Table:
         for rank, (text, us) in enumerate(sorted(by_config.items(), key=lambda item: (item[1], item[0]))[:ranks], 1):
             rows.append(db.Row(json.loads(key), rank, json.loads(text), us, 0.0, 0.0, 0, "", ""))
     return db.Table(rows)
-
-
-def _text(config: Mapping[str, Any]) -> str:
-    return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
 def lookup_regret(times: Times, hide: str, ranks: int = 5) -> list[Regret]:
@@ -106,7 +144,7 @@ def lookup_regret(times: Times, hide: str, ranks: int = 5) -> list[Regret]:
         }
         best = min(by_config.values())
         near = _table(known, ranks).nearest(shape)
-        offered = [text for _, block in near for row in block if (text := _text(row.config)) in by_config]
+        offered = [text for _, block in near for row in block if (text := canonical(row.config)) in by_config]
         if offered:
             result.append(Regret(key, 100 * (by_config[offered[0]] / best - 1), level="nearest"))
     return result

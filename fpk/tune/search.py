@@ -5,12 +5,22 @@ Everything is deterministic: equal times are ordered by the candidates' own orde
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is known from other shapes: a config, the sizes it was timed at, and its time over that shape's best."""
+
+    config: Config
+    sizes: dict[str, int]
+    slowdown: float
 
 
 class Search:
@@ -19,20 +29,31 @@ class Search:
     Args:
         candidates: all configs, the default first.
         seeds: numbers to try first, the most promising first (neighbours' and siblings' winners); the default is added.
+        prior: trials of other shapes, from which the model learns what tends to be fast; `sizes` are this shape's.
         budget: how many candidates may be tried in all.
         batch: how many are asked for at once (they compile in parallel).
     """
 
     def __init__(
-        self, candidates: Sequence[Config], seeds: Sequence[int] = (), budget: int = 100, batch: int = 8, seed: int = 0
-    ) -> None:
+        self, candidates: Sequence[Config], seeds: Sequence[int] = (), budget: int = 100, batch: int = 8, seed: int = 0,
+        prior: Sequence[Prior] = (), sizes: Mapping[str, int] | None = None, sm_count: int = 132,
+    ) -> None:  # fmt: skip
         self.candidates = list(candidates)
         self.budget = min(budget, len(self.candidates))
-        self.batch = batch
+        self.batch = min(batch, max(2, self.budget // 8))  # few trials: look at each before choosing the next
         self.us: dict[int, float | None] = {}
         self._random = random.Random(seed)
         self._seed = seed
-        self._features = features(self.candidates)
+        sizes = dict(sizes or {})
+        prior = [p for p in prior if p.sizes.keys() == sizes.keys()]
+        everything = features([*self.candidates, *(p.config for p in prior)])
+        self._features = everything[: len(self.candidates)]
+        width = len(at_shape({}, sizes, sm_count))
+        here = torch.tensor([at_shape(c, sizes, sm_count) for c in self.candidates])
+        self._x = torch.cat([self._features, here.reshape(-1, width)], 1)
+        there = torch.tensor([at_shape(p.config, p.sizes, sm_count) for p in prior])
+        self._prior_x = torch.cat([everything[len(self.candidates) :], there.reshape(-1, width)], 1)
+        self._prior_y = [math.log(p.slowdown) for p in prior]
         self._queue = list(dict.fromkeys([0, *seeds]))[: self.budget] if self.candidates else []
         self._warm = len(self._queue) > 1
         if self.budget >= len(self.candidates):
@@ -87,12 +108,15 @@ class Search:
 
     def _promising(self, untried: list[int]) -> list[int]:
         """Untried candidates, those first that the model holds for fast; every fourth is drawn at random."""
-        worst = max((math.log(us) for us in self.us.values() if us), default=0.0)
+        known = [math.log(us) for us in self.us.values() if us]
+        best, worst = min(known, default=0.0), max(known, default=0.0)
         tried = sorted(self.us)
-        times = [math.log(us) if (us := self.us[i]) else worst + 0.5 for i in tried]
-        if len(set(times)) < 4:
+        times = [(math.log(us) if (us := self.us[i]) else worst + 0.5) - best for i in tried]
+        if len(set(times)) < 4 and not self._prior_y:
             return self._random.sample(untried, len(untried))
-        score = predict(self._features[tried], torch.tensor(times), self._features[untried], self._seed)
+        own = OWN_WEIGHT if self._prior_y else 1
+        x = torch.cat([self._prior_x, *[self._x[tried]] * own])
+        score = predict(x, torch.tensor(self._prior_y + times * own), self._x[untried], self._seed)
         order = [untried[i] for i in sorted(range(len(untried)), key=lambda i: (float(score[i]), untried[i]))]
         strays = self._random.sample(untried, len(untried) // 4)
         mixed = []
@@ -101,6 +125,21 @@ class Search:
             if n % 4 == 2 and strays and not self._warm:
                 mixed.append(strays.pop())
         return list(dict.fromkeys(mixed))
+
+
+# a trial of this shape says as much about it as this many of others
+OWN_WEIGHT = 4
+
+
+def at_shape(config: Config, sizes: Mapping[str, int], sm_count: int) -> list[float]:
+    """What a config means at a shape, by the naming of launch fields: sizes, tiles, waves, and how full the last is."""
+    logs = [math.log2(max(size, 1)) for _, size in sorted(sizes.items())]
+    tiles = int(config.get("SPLIT_K") or 1)
+    for name in ("M", "N"):
+        if name in sizes and f"BLOCK_{name}" in config:
+            tiles *= -(-sizes[name] // config[f"BLOCK_{name}"])
+    waves = -(-tiles // sm_count)
+    return [*logs, math.log2(max(tiles, 1)), math.log2(max(waves, 1)), tiles / (sm_count * max(waves, 1))]
 
 
 def features(candidates: Sequence[Config]) -> torch.Tensor:

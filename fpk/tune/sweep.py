@@ -16,7 +16,8 @@ from fpk.op import OPS, Op
 from fpk.tune.arguments import key_of, legal_candidates, outline
 from fpk.tune.lint import kernel_hash
 from fpk.tune.records import run_of
-from fpk.tune.search import Config, Search
+from fpk.tune.replay import prior_of, sizes_of, times_of
+from fpk.tune.search import Config, Prior, Search
 from fpk.tune.trials import Trial, TrialStore, canonical
 from fpk.tune.worker import Reply, Worker, run_all
 
@@ -108,7 +109,8 @@ class CaseTuner:
         )  # fmt: skip
         search = Search(
             candidates, self._seeds(op, key, candidates) if options.seeds else (), options.budget or len(candidates),
-            options.batch,
+            options.batch, prior=self._prior(same) if options.seeds else (), sizes=sizes_of(key),
+            sm_count=options.device.sm_count,
         )  # fmt: skip
         known = {t.config: t for t in self.store.trials(**same, stage="screen")}
         for config in candidates:
@@ -154,6 +156,13 @@ class CaseTuner:
         configs += [answer.row.config for answer in db.explain(op.name, wanted, self.options.device)]
         found = [numbers[text] for c in configs if (text := canonical(c)) in numbers]
         return list(dict.fromkeys(found))[:16]
+
+    def _prior(self, same: dict[str, Any]) -> list[Prior]:
+        """Screening of the nearest shapes of this op, by the same kernels on the same kind of GPU."""
+        equal = {n: same[n] for n in ("op", "gpu", "source")}
+        times = times_of(self.store.trials(**equal, stage="screen"), same["op"])
+        times.pop(same["key"], None)
+        return prior_of(times, same["key"]) if times else []
 
     def _compile(self, op: Op[..., Any], case: dict[str, Any], configs: list[Config], template: Trial) -> list[Trial]:
         """Compile ahead in parallel; returns (and stores) the verdicts of those that cannot run."""
