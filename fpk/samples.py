@@ -5,8 +5,8 @@ from torch import Tensor
 
 from fpk.formats import FP8, decode
 
-KINDS = ("normal", "zeros", "zero_rows", "wide", "ties", "subnormal", "special", "outliers")
-FINITE_KINDS = tuple(k for k in KINDS if k != "special")
+KINDS = ("normal", "zeros", "zero_rows", "wide", "ties", "subnormal", "special", "outliers", "huge")
+FINITE_KINDS = tuple(k for k in KINDS if k not in ("special", "huge"))
 
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -24,7 +24,8 @@ def sample(
 
     Kinds: `normal`; `zeros`; `zero_rows` (every other row zero); `wide` (exponents over the whole range of the dtype's
     middle); `ties` (midpoints of FP8 codes, exact in bf16); `subnormal` (tiny magnitudes); `special` (NaN, +-Inf, -0
-    among normal values, and one row of Inf); `outliers` (a few large elements). FP8 and INT8 tensors are random codes
+    among normal values, and one row of Inf); `outliers` (a few large elements); `huge` (up to the dtype's largest finite
+    value, and +-Inf). FP8 and INT8 tensors are random codes
     without NaN and Inf (but for `special`), with zero rows for the kinds that have them.
     """
     g = generator(seed, device)
@@ -68,6 +69,12 @@ def sample(
         if x.dim() > 1:
             x = x.clone()
             x[..., -1, :] = float("inf")
+    elif kind == "huge" and x.numel():
+        largest = torch.finfo(dtype).max
+        x = (x / 4 * largest).clamp(-largest, largest)
+        pick = torch.randint(0, 24, shape, generator=g, device=device)
+        for which, value in enumerate((largest, float("inf"), -float("inf"))):
+            x = torch.where(pick == which, value, x)
     elif kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     return x.to(dtype)

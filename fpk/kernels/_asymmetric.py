@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.kernels._tile import divide, saturated
+from fpk.kernels._tile import quotient_within
 
 
 def asymmetric_parameters(
@@ -95,7 +95,7 @@ def quantize_around(x, scale, zero):
 
     scale and zero broadcast to x.
     """
-    quotient = divide(saturated(x, scale, -512.0, 512.0), scale)
+    quotient = quotient_within(x, scale, -512.0, 512.0)
     zero = zero.to(tl.float32)
     code = ((quotient + 12582912.0) - 12582912.0) + zero
     code = tl.minimum(tl.maximum(tl.where(quotient != quotient, zero, code), -128.0), 127.0)

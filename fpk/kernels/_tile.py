@@ -51,16 +51,27 @@ def clamp_to(x, low, high):
 
 
 @triton.jit
-def saturated(x, scale, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """x with its quotient by scale inside LOW..HIGH, and finite or NaN. Unneeded where scale covers every x."""
-    high, low = tl.minimum(scale * HIGH, 3.4028234663852886e38), tl.maximum(scale * LOW, -3.4028234663852886e38)
-    return clamp_to(x, low, high)
+def quotient_within(x, scale, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """x / scale inside LOW..HIGH for any x and scale, NaN kept, Inf saturated (but Inf / Inf is NaN).
+
+    Clamping x is clamping the quotient: what lies beyond rounds to the same code. Scales outside what `divide` takes,
+    or so large that the clamp would overflow, go the long way, all of a program's together. The quotient leaves the
+    branch, not its codes: triton 3.6 mixes up bytes that do.
+    """
+    if unusual(scale):
+        quotient = clamp_to(tl.math.div_rn(x, tl.broadcast_to(scale, x.shape)), LOW, HIGH)
+    else:
+        quotient = divide(clamp_to(x, scale * LOW, scale * HIGH), scale)
+    return quotient
 
 
 @triton.jit
 def unusual(scale):
-    """Is any of these scales outside what `divide` takes? Only scales that a caller gives can be."""
-    return tl.max(tl.where((scale >= 2.0**-90) & (scale < 2.0**119), 0, 1), axis=None) > 0
+    """Is this scale, or any of a tile of them, outside what quotient_within does the short way?"""
+    outside = tl.where((scale >= 2.0**-90) & (scale < 2.0**110), 0, 1)
+    if scale.type.is_block():
+        outside = tl.max(outside, axis=None)
+    return outside > 0
 
 
 @triton.jit
@@ -68,25 +79,8 @@ def quantize_fp8(
     x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """fp8 codes of x / scale as uint8: saturate, round half to even, NaN to NaN. For scales as `divide` takes them.
-
-    Clamping x to MAX * scale is clamping the quotient to MAX: what lies beyond rounds to the same code.
-    """
-    return cast_fp8(divide(saturated(x, scale, -MAX, MAX), scale), MANTISSA, BIAS, NAN_CODE, HARDWARE)
-
-
-@triton.jit
-def quantize_fp8_any(
-    x, scale, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """The same for scales of any size, such as those of a caller."""
-    if unusual(scale):
-        quotient = tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
-        codes = cast_fp8(clamp_to(quotient, -MAX, MAX), MANTISSA, BIAS, NAN_CODE, HARDWARE)
-    else:
-        codes = quantize_fp8(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
-    return codes
+    """fp8 codes of x / scale as uint8: saturate, round half to even, NaN to NaN."""
+    return cast_fp8(quotient_within(x, scale, -MAX, MAX), MANTISSA, BIAS, NAN_CODE, HARDWARE)
 
 
 @triton.jit
@@ -189,19 +183,8 @@ def cast_int8(v):
 
 @triton.jit
 def quantize_int8(x, scale, QMIN: tl.constexpr):
-    """int8 codes of x / scale in QMIN..127, NaN to 0. For scales as `divide` takes them."""
-    return cast_int8(divide(saturated(x, scale, QMIN, 127.0), scale))
-
-
-@triton.jit
-def quantize_int8_any(x, scale, QMIN: tl.constexpr):
-    """The same for scales of any size, such as those of a caller."""
-    if unusual(scale):
-        quotient = tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
-        codes = cast_int8(clamp_to(quotient, QMIN, 127.0))
-    else:
-        codes = quantize_int8(x, scale, QMIN)
-    return codes
+    """int8 codes of x / scale in QMIN..127, NaN to 0."""
+    return cast_int8(quotient_within(x, scale, QMIN, 127.0))
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._tile import fp8_constants, quantize_fp8_any
+from fpk.kernels._tile import fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, scales
 from fpk.shapes import activation_cases
@@ -73,7 +73,7 @@ def _static_kernel(
         BLOCK_M, 1, BLOCK_K, BLOCK_K,
     )  # fmt: skip
     scale = tl.full((1, 1, 1), 0.0, tl.float32) + tl.load(scale_ptr + e * stride_se)
-    codes = quantize_fp8_any(act, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes = quantize_fp8(act, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + offs_m)[:, None, None] * I + cols, codes, mask=mask)
 
 

@@ -39,7 +39,7 @@ from fpk.kernels._tile import (
     divide,
     fp8_constants,
     quantize_fp8,
-    saturated,
+    quotient_within,
 )
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
@@ -89,9 +89,11 @@ def _row_kernel(
     if infinite:
         amax = amax_of_key(tl.max(tl.where(mask, amax_key(act), 0), axis=2))
     scale = tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))
-    if infinite:  # else nothing lies beyond the range
-        act = saturated(act, scale[:, :, None], -MAX, MAX)
-    codes = cast_fp8(divide(act, scale[:, :, None]), MANTISSA, BIAS, NAN_CODE, HARDWARE)
+    if infinite:
+        quotient = quotient_within(act, scale[:, :, None], -MAX, MAX)
+    else:  # nothing lies beyond the range
+        quotient = divide(act, scale[:, :, None])
+    codes = cast_fp8(quotient, MANTISSA, BIAS, NAN_CODE, HARDWARE)
     rows = (e * M + offs_m)[:, None]
     tl.store(codes_ptr + rows[:, :, None] * I + cols, codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=(offs_m < M)[:, None])

@@ -31,7 +31,7 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, quantize_int8, saturated
+from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, quantize_int8, quotient_within
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -76,9 +76,11 @@ def _row_kernel(
     if infinite:
         amax = amax_of_key(tl.max(tl.where(mask, amax_key(act), 0), axis=2))
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
-    if infinite:  # else nothing lies beyond the range
-        act = saturated(act, scale[:, :, None], -128, 127.0)
-    codes = cast_int8(divide(act, scale[:, :, None]))
+    if infinite:
+        quotient = quotient_within(act, scale[:, :, None], -128, 127.0)
+    else:  # nothing lies beyond the range
+        quotient = divide(act, scale[:, :, None])
+    codes = cast_int8(quotient)
     rows = (e * M + offs_m)[:, None]
     tl.store(codes_ptr + rows[:, :, None] * I + cols, codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=(offs_m < M)[:, None])

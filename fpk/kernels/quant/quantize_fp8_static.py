@@ -18,7 +18,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_granularity, expect_one
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, Granularity, encode, expand_groups
-from fpk.kernels._tile import fp8_constants, quantize_fp8_any
+from fpk.kernels._tile import fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
 from fpk.shapes import activation_cases
@@ -62,7 +62,7 @@ def _static_kernel(
         scale = tl.load(scale_rows, mask=(offs_m < M)[:, None], other=1.0)
     else:
         scale = tl.load(scale_rows + (offs_k // COLS)[None, :] * stride_sk, mask=mask, other=1.0)
-    codes = quantize_fp8_any(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes = quantize_fp8(x, scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     tl.store(codes_ptr + (e * M + offs_m)[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 

@@ -21,7 +21,16 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_o
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, encode, finite_amax
-from fpk.kernels._tile import amax_along, amax_key, amax_of_key, fp8_constants, quantize_fp8
+from fpk.kernels._tile import (
+    amax_key,
+    amax_of_key,
+    any_infinite,
+    cast_fp8,
+    divide,
+    fp8_constants,
+    quantize_fp8,
+    quotient_within,
+)
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -63,11 +72,19 @@ def _row_kernel(
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :].to(tl.int64) * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    amax = amax_along(x, mask, 1)
+    amax = tl.max(tl.abs(x), axis=1)
+    beyond = any_infinite(amax)  # can an element exceed the scale's range?
+    if beyond:
+        amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=1))
     if scale_ub_ptr is not None:
         amax = tl.minimum(amax, tl.load(scale_ub_ptr))
+        beyond = True
     scale = tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))
-    codes = quantize_fp8(x, scale[:, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    if beyond:
+        quotient = quotient_within(x, scale[:, None], -MAX, MAX)
+    else:
+        quotient = divide(x, scale[:, None])
+    codes = cast_fp8(quotient, MANTISSA, BIAS, NAN_CODE, HARDWARE)
     rows = e * M + offs_m
     tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=offs_m < M)

@@ -19,7 +19,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_granularity, expect_one
 from fpk.db import Config, bucket
 from fpk.formats import Granularity, expand_groups
 from fpk.formats import encode_int8 as encode_codes
-from fpk.kernels._tile import quantize_int8_any
+from fpk.kernels._tile import quantize_int8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, generator, sample, scales, strided
 from fpk.shapes import activation_cases
@@ -85,7 +85,7 @@ def _static_kernel(
         mask_s = mask
     scale = tl.load(scale_ptrs, mask=mask_s, other=1.0)
     if zero_ptr is None:
-        codes = quantize_int8_any(x, scale, QMIN)
+        codes = quantize_int8(x, scale, QMIN)
     else:
         quotient = tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
         zero_ptrs = zero_ptr + e * stride_ze + group_m * stride_zm

@@ -52,9 +52,6 @@ def _quantize_kernel(
     QMIN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(1).to(tl.int64)
-    scale = tl.math.div_rn(tl.maximum(total_amax(key_ptr, e, parts, BLOCK_P), 1e-10), 127.0)
-    if tl.program_id(0) == 0:
-        tl.store(scale_ptr + e, scale)
     # last tiles first: the first pass read them last, so they are still in L2
     tiles_k = tl.cdiv(K, BLOCK_K)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -62,7 +59,12 @@ def _quantize_kernel(
     offs_k = (tile % tiles_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(
+        tl.float32
+    )  # [BLOCK_M, BLOCK_K]; in flight while the maximum is formed
+    scale = tl.math.div_rn(tl.maximum(total_amax(key_ptr, e, parts, BLOCK_P), 1e-10), 127.0)
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr + e, scale)
     codes = quantize_int8(x, scale, QMIN)
     tl.store(codes_ptr + (e * M + offs_m)[:, None] * K + offs_k[None, :], codes, mask=mask)
 

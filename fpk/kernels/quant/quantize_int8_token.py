@@ -20,7 +20,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_o
 from fpk.db import Config, bucket
 from fpk.formats import encode_int8 as encode_codes
 from fpk.formats import finite_amax
-from fpk.kernels._tile import amax_along, amax_key, amax_of_key, quantize_int8
+from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, quantize_int8, quotient_within
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -53,9 +53,16 @@ def _row_kernel(
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None] * stride_xm + offs_k[None, :].to(tl.int64) * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    amax = amax_along(x, mask, 1)
+    amax = tl.max(tl.abs(x), axis=1)
+    beyond = any_infinite(amax)
+    if beyond:
+        amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=1))
     scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
-    codes = quantize_int8(x, scale[:, None], QMIN)
+    if beyond:
+        quotient = quotient_within(x, scale[:, None], QMIN, 127.0)
+    else:
+        quotient = divide(x, scale[:, None])
+    codes = cast_int8(quotient)
     rows = e * M + offs_m
     tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
     tl.store(scale_ptr + rows, scale, mask=offs_m < M)
