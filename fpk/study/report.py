@@ -70,8 +70,8 @@ def _columns(table: pd.DataFrame) -> list[tuple[str, str]]:
     for name in (c[len("delta_pct[") : -1] for c in table.columns if c.startswith("delta_pct[")):
         columns += [(f"perplexity[{name}]", f"{name}\nppl"), (f"delta_pct[{name}]", "\n+%")]
     columns += [
-        ("sqnr_db", "weight\nSQNR dB"),
-        ("rel_err", "output\nerror %"),
+        ("sqnr_db", "weight\ndB"),
+        ("rel_err", "output\nerr %"),
         ("worst_rel_err", "worst\n%"),
         ("bytes", "\nMB"),
         ("ms", "\nms"),
@@ -94,7 +94,9 @@ def _cell(column: str, value: Any) -> str:
         return f"{value:+.2f}" if value else "-"
     if math.isinf(value):
         return "-"
-    return f"{value:.3f}" if column == "ms" else f"{value:.2f}" if column.startswith("perplexity") else f"{value:.1f}"
+    if column.startswith("perplexity"):
+        return f"{value:.2f}" if value < 1e4 else f"{value:.0e}"
+    return f"{value:.3f}" if column == "ms" else f"{value:.1f}"
 
 
 def _rows(study: Study) -> tuple[list[str], list[list[str]], list[str]]:
