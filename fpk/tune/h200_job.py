@@ -82,6 +82,9 @@ class Job:
         self.env: dict[str, str | None] = {"TRITON_CACHE_DIR": str((self.state / "triton").resolve())}
         self.store = TrialStore(self.state / "trials.sqlite")
         self.failures: dict[str, Reply] = {}
+        # both stay for all ops: to start a process takes seconds. Compilers that wait leave the GPU alone.
+        self.compilers: list[Worker] = []
+        self.tuner: CaseTuner | None = None
         self.device: Device = of(torch.device("cuda")) if torch.cuda.is_available() else of(torch.device("cpu"))
         self.executor = arguments.executor
 
@@ -99,18 +102,14 @@ class Job:
                 tag = binary_tag(op, case, config)
                 if tag not in done:
                     calls.setdefault(tag, ("compile", (op.name, case, config)))
-        processes = min(self.arguments.processes, len(calls))
-        workers = [Worker(self.executor, {}, self.env) for _ in range(processes)]
         tags, finished = list(calls), 0
-        try:
-            for position, reply in run_all(workers, calls.values(), self.arguments.compile_limit, self.until):
-                finished += 1
-                done[tags[position]] = [] if reply.status == "ok" else [reply.status, reply.detail]
-                if finished % 100 == 0:
-                    say(self.start, f"{op.name}: {finished}/{len(calls)} compiled in {processes} processes")
-        finally:
-            for worker in workers:
-                worker.close()
+        while len(self.compilers) < min(self.arguments.processes, len(calls)):
+            self.compilers.append(Worker(self.executor, {}, self.env))
+        for position, reply in run_all(self.compilers, calls.values(), self.arguments.compile_limit, self.until):
+            finished += 1
+            done[tags[position]] = [] if reply.status == "ok" else [reply.status, reply.detail]
+            if finished % 100 == 0:
+                say(self.start, f"{op.name}: {finished}/{len(calls)} compiled in {len(self.compilers)} processes")
         path.write_text(json.dumps(done, indent=0, sort_keys=True))
         self.failures = {tag: Reply(failure[0], None, failure[1]) for tag, failure in done.items() if failure}
         say(self.start, f"{op.name}: {finished}/{len(calls)} compiled, {len(self.failures)} failures known")
@@ -126,18 +125,17 @@ class Job:
         open_jobs = [j for j in self.store.jobs(sweep) if j["state"] == "open"]
         if not open_jobs:
             return
-        tuner = CaseTuner(self.store, options, "0", print)
-        try:
-            for n, job in enumerate(open_jobs, 1):
-                begun = time.monotonic()
-                if begun > self.until:
-                    raise OutOfTime
-                trials = tuner.tune(OPS[job["op"]], db.parse_case(job["case"]))
-                self.store.finish_job(job["job_id"], "done", time.monotonic() - begun)
-                left = (time.monotonic() - begun) * (len(open_jobs) - n)
-                say(self.start, f"{title} {n}/{len(open_jobs)} {summary(job, trials)} | about {left:.0f} s left")
-        finally:
-            tuner.close()
+        if self.tuner is None:
+            self.tuner = CaseTuner(self.store, options, "0", print)
+        self.tuner.options = options
+        for n, job in enumerate(open_jobs, 1):
+            begun = time.monotonic()
+            if begun > self.until:
+                raise OutOfTime
+            trials = self.tuner.tune(OPS[job["op"]], db.parse_case(job["case"]))
+            self.store.finish_job(job["job_id"], "done", time.monotonic() - begun)
+            left = (time.monotonic() - begun) * (len(open_jobs) - n)
+            say(self.start, f"{title} {n}/{len(open_jobs)} {summary(job, trials)} | about {left:.0f} s left")
 
     def run(self) -> None:
         a = self.arguments
@@ -159,6 +157,10 @@ class Job:
         except OutOfTime:
             say(self.start, "out of time: the same command with the same --state goes on from here")
         finally:
+            for worker in self.compilers:
+                worker.close()
+            if self.tuner is not None:
+                self.tuner.close()
             self.write()
 
     def write(self) -> None:

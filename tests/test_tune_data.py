@@ -1,0 +1,96 @@
+"""What the search and the look-up are worth on measured trials (`tune_data/*.parquet`, one GPU's log each).
+
+`exhaustive_<op>.parquet` holds every launchable candidate at several shapes, `tuned_<...>.parquet` the trials behind
+shipped tables. Both come from `python -m fpk.tune.h200_job` by `fpk tune export`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import fpk
+from fpk.tune.arguments import legal_candidates, outline
+from fpk.tune.export import read_trials
+from fpk.tune.lint import device_of
+from fpk.tune.replay import (
+    lookup_regret,
+    random_regret,
+    search_regret,
+    searched,
+    sizes_of,
+    summary,
+    times_of,
+    warm_start,
+)
+from fpk.tune.trials import canonical
+
+DATA = Path(__file__).parent / "tune_data"
+EXHAUSTIVE = sorted(DATA.glob("exhaustive_*.parquet"))
+TUNED = sorted(DATA.glob("tuned_*.parquet"))
+
+
+class Log:
+    """One op's exhaustive log: times by key, and per key the order its candidates have."""
+
+    def __init__(self, path):
+        self.op = path.stem.removeprefix("exhaustive_")
+        self.trials = [t for t in read_trials(path) if t.op == self.op]
+        times = times_of(self.trials, self.op)
+        order = {}
+        for trial in self.trials:  # stored in the order of `op.configs`, the default first
+            if trial.stage == "screen":
+                order.setdefault(trial.key, []).append(trial.config)
+        defaults = {t.key: t.config for t in self.trials if t.detail == "default"}
+        self.order = {k: sorted(o, key=lambda c, k=k: c != defaults.get(k)) for k, o in order.items()}
+        self.times = {k: times[k] for k in order if len(times.get(k, ())) >= 500}
+
+
+@pytest.fixture(scope="module", params=EXHAUSTIVE, ids=lambda p: p.stem)
+def log(request):
+    return Log(request.param)
+
+
+def test_the_log_is_large(log):
+    assert len(log.times) >= 8
+    assert all(len(times) >= 500 for times in log.times.values())
+    statuses = {t.status for t in log.trials}
+    assert "ok" in statuses
+
+
+def test_a_cold_search_needs_a_hundred_trials(log):
+    found = {k: search_regret(t, log.order[k], 100, sizes=sizes_of(k))[0] for k, t in log.times.items()}
+    drawn = {k: random_regret(t, log.order[k], 100) for k, t in log.times.items()}
+    assert sum(r <= 5 for r in found.values()) >= 0.9 * len(found), found
+    assert sum(found.values()) < sum(drawn.values())
+
+
+def test_a_warm_search_needs_thirty_trials(log):
+    sweep = {k: searched(t, log.order[k]) for k, t in log.times.items()}
+    found = {k: search_regret(t, log.order[k], 30, **warm_start(sweep, k))[0] for k, t in log.times.items()}
+    assert sum(r <= 5 for r in found.values()) >= 0.9 * len(found), found
+
+
+@pytest.fixture(scope="module", params=TUNED, ids=lambda p: p.stem)
+def tuned(request):
+    trials = read_trials(request.param)
+    return {op: times_of(trials, op) for op in sorted({t.op for t in trials})}
+
+
+@pytest.mark.parametrize("hide,median,worst", [("layer", 8.0, 20.0), ("M", 5.0, 12.0)])
+def test_look_up_answers_unseen_shapes_well(tuned, hide, median, worst):
+    """Each shape is hidden in turn and answered by the others' winners; all ops together."""
+    regrets = [r for times in tuned.values() for r in lookup_regret(times, hide)]
+    middle, p95 = summary(regrets)
+    assert middle <= median and p95 <= worst, sorted((round(r.percent, 1), r.key) for r in regrets)[-8:]
+
+
+@pytest.mark.parametrize("path", EXHAUSTIVE + TUNED, ids=lambda p: p.stem)
+def test_logged_candidates_are_the_ops_own(path):
+    """Every config of the log is one that the op yields for that key: the log and the code speak of the same space."""
+    trials = read_trials(path)
+    for op_name, case, gpu in sorted({(t.op, t.case, t.gpu) for t in trials})[::5]:
+        op = fpk.OPS[op_name]
+        bound = outline(op, fpk.db.parse_case(case))
+        yielded = {canonical(c) for c in legal_candidates(op, bound, device_of(gpu))}
+        logged = {t.config for t in trials if (t.op, t.case, t.gpu) == (op_name, case, gpu)}
+        assert len(logged & yielded) >= 0.9 * len(logged), f"{op_name} {case}"
