@@ -100,15 +100,18 @@ def sizes_of(key: str) -> dict[str, int]:
     return {n: v for n, v in json.loads(key).items() if n in db.SIZES}
 
 
-def prior_of(sweep: Times, key: str, shapes: int = 8) -> list[Prior]:
-    """Trials of the shapes nearest to `key` among those with the same flags."""
+def prior_of(sweep: Times, key: str, shapes: int = 8, per_shape: int = 120) -> list[Prior]:
+    """Trials of the shapes nearest to `key` among those with the same flags: the fastest, and some of the others."""
     table = _table(sweep, 1)
     near = [block[0].key for _, block in table.nearest(json.loads(key), shapes)]
     prior = []
     for shape in near:
         text = canonical(shape)
         best = min(sweep[text].values())
-        prior += [Prior(json.loads(c), sizes_of(text), us / best) for c, us in sorted(sweep[text].items())]
+        ordered = sorted(sweep[text].items(), key=lambda item: (item[1], item[0]))
+        fastest, rest = ordered[: per_shape // 3], ordered[per_shape // 3 :]
+        step = -(-len(rest) // (per_shape - per_shape // 3)) or 1
+        prior += [Prior(json.loads(c), sizes_of(text), us / best) for c, us in (*fastest, *rest[::step])]
     return prior
 
 
@@ -154,3 +157,38 @@ def summary(regrets: Sequence[Regret]) -> tuple[float, float]:
     """Median and 95th percentile."""
     values = sorted(r.percent for r in regrets)
     return statistics.median(values), values[min(len(values) - 1, round(0.95 * (len(values) - 1)))]
+
+
+def report(path: str) -> None:
+    """Print what search and look-up are worth on a file of trials."""
+    from pathlib import Path
+
+    from fpk import _db_lookup
+    from fpk.tune.export import read_trials
+
+    trials = read_trials(Path(path))
+    for op in sorted({t.op for t in trials}):
+        times = times_of(trials, op)
+        order: dict[str, list[str]] = defaultdict(list)
+        for t in trials:
+            if t.op == op and t.stage == "screen":
+                order[t.key].append(t.config)
+        full = {k: t for k, t in times.items() if len(t) >= 300}
+        sweep = {k: searched(t, order[k]) for k, t in full.items()}
+        for key, by_config in full.items():
+            cold = search_regret(by_config, order[key], 100, sizes=sizes_of(key))[0]
+            warm = search_regret(by_config, order[key], 30, **warm_start(sweep, key))[0]
+            drawn = random_regret(by_config, order[key], 100)
+            print(f"{op} {sizes_of(key)}: {len(by_config)} candidates; regret cold {cold:.1f} %, warm {warm:.1f} %, "
+                  f"random {drawn:.1f} %", flush=True)  # fmt: skip
+        for weight in (0.5, 1.0, 2.0, 4.0):
+            _db_lookup.WEIGHT_M = weight
+            lines = [f"{hide} hidden {m:.1f} / {p:.1f} %" for hide in ("layer", "M")
+                     if (found := lookup_regret(times, hide)) for m, p in [summary(found)]]  # fmt: skip
+            print(f"{op}: look-up with M weighing {weight}: median / p95 with {'; with '.join(lines)}", flush=True)
+
+
+if __name__ == "__main__":
+    import sys
+
+    report(sys.argv[1])

@@ -302,7 +302,10 @@ def gpu_options(device: Device, compilers: int | None = None, **more: Any) -> Op
     import torch
 
     n = min(16, os.cpu_count() or 1) if compilers is None else compilers
+    # a worker sees one GPU, by the name this process knows it by
+    visible = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
     return Options(
-        executor="fpk.tune.executor:cuda", device=device, gpus=[str(i) for i in range(torch.cuda.device_count())],
+        executor="fpk.tune.executor:cuda", device=device,
+        gpus=visible or [str(i) for i in range(torch.cuda.device_count())],
         compilers=n, compile_executor="fpk.tune.executor:cuda", compile_env={"TRITON_INTERPRET": None}, **more,
     )  # fmt: skip

@@ -104,7 +104,7 @@ class GraphTimer:
         self.device = torch.device(device)
         self.l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
         self.name = f"cuda graph, L2 of {self.l2 >> 20} MiB cold"
-        self._copies: tuple[int, list[dict[str, Any]]] | None = None
+        self._copies: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
         self._flush: Tensor | None = None
 
     def clock_mhz(self) -> float | None:
@@ -115,13 +115,14 @@ class GraphTimer:
 
     def _rotation(self, arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
         """Copies of the arguments that overflow L2, or None if they would be too many."""
-        if self._copies is None or self._copies[0] != id(arguments):
+        if self._copies is None or self._copies[0] is not arguments:
+            self._copies = None  # frees the memory of the last case
             size = sum(v.untyped_storage().nbytes() for v in arguments.values() if isinstance(v, Tensor))
             needed = max(2, math.ceil(2 * self.l2 / max(size, 1)))
             copies = []
             if needed <= self.MAX_COPIES:
                 copies = [{n: duplicate(v) for n, v in arguments.items()} for _ in range(needed)]
-            self._copies = (id(arguments), copies)
+            self._copies = (arguments, copies)
         return self._copies[1] or None
 
     def _build(self, launch: Launch, arguments: dict[str, Any]) -> tuple[_Graph, _Graph | None]:
