@@ -8,9 +8,8 @@ from fpk.op import OPS
 EXAMPLES = 40
 
 PLANTS = [
-    Plant(
-        "quantize_fp8_token", "dropped scale", "tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))", "x", 2
-    ),
+    Plant("quantize_fp8_token", "dropped scale", "quantize_fp8(x, scale[:, None],",
+          "quantize_fp8(x, scale[:, None] * 0 + 1.0,"),
     Plant("quantize_fp8_token", "tail off by one", "(offs_k < K)[None, :]", "(offs_k < K + 1)[None, :]", 3),
     Plant(
         "quantize_fp8_token", "store without its mask in K",
@@ -29,15 +28,15 @@ PLANTS = [
         "quantize_fp8_token", "no zero-row guard",
         "tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))", "tl.math.div_rn(amax, QMAX)", 2,
     ),
-    Plant("quantize_fp8_token", "NaN counts", "amax_key(x), 0)", "amax_key(tl.where(x != x, 1e30, x)), 0)", 2),
-    Plant("quantize_fp8_token", "NaN lost", "encode_fp8(quotient,", "encode_fp8(tl.maximum(quotient, -1e30),", 2),
+    Plant("quantize_fp8_token", "NaN counts", "keys = tl.maximum(keys, tl.where(mask, amax_key(x), 0))",
+          "keys = tl.maximum(keys, tl.where(mask, amax_key(tl.where(x != x, 1e30, x)), 0))"),
+    Plant("quantize_fp8_token", "NaN lost", "quantize_fp8(x, scale", "quantize_fp8(tl.where(x != x, 0.0, x), scale"),
     Plant(
         "quantize_fp8_token", "wrong in one kernel of two",
-        "amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=1))",
-        "amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=1)) * 1.0000001",
+        "amax = tl.max(tl.abs(x), axis=1)", "amax = tl.max(tl.abs(x), axis=1) * 1.0000005",
     ),
     Plant("quantize_fp8_token", "stack index dropped", "rows = e * M + offs_m", "rows = offs_m", 2),
-    Plant("quantize_fp8_tensor", "dropped scale", "tl.math.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + scale)", "x"),
+    Plant("quantize_fp8_tensor", "dropped scale", "quantize_fp8(x, scale,", "quantize_fp8(x, scale * 0 + 1.0,"),
     Plant(
         "quantize_fp8_tensor", "no zero guard",
         "tl.maximum(tl.math.div_rn(total_amax(key_ptr, e, parts, BLOCK_P), QMAX), 1 / (512 * QMAX))",
