@@ -32,6 +32,13 @@ def expect_dtype(what: str, tensor: Tensor, *allowed: torch.dtype) -> None:
         raise ValueError(f"{what}: expected {' or '.join(map(_dtype, allowed))}, got {_dtype(tensor.dtype)}")
 
 
+def expect_bias(what: str, bias: Tensor | None, n: int) -> None:
+    """A bias of a product is None or (N,) floats."""
+    if bias is not None:
+        expect_shape(what, bias, (n,))
+        expect_dtype(what, bias, *FLOAT_INPUTS)
+
+
 def expect_one_of(what: str, got: object, allowed: Iterable[object]) -> None:
     values = list(allowed)
     if got not in values:

@@ -24,9 +24,9 @@ def sample(
 
     Kinds: `normal`; `zeros`; `zero_rows` (every other row zero); `wide` (exponents over the whole range of the dtype's
     middle); `ties` (midpoints of FP8 codes, exact in bf16); `subnormal` (tiny magnitudes); `special` (NaN, +-Inf, -0
-    among normal values, and one row of Inf); `outliers` (a few large elements); `huge` (up to the dtype's largest finite
-    value, and +-Inf). FP8 and INT8 tensors are random codes
-    without NaN and Inf (but for `special`), with zero rows for the kinds that have them.
+    among normal values, and one row of Inf); `outliers` (a few large elements); `huge` (up to the dtype's largest
+    finite value, and +-Inf). FP8 and INT8 tensors are random codes without NaN and Inf (but for `special`), with zero
+    rows for the kinds that have them.
     """
     g = generator(seed, device)
     if dtype in FP8 or dtype is torch.int8:
@@ -95,7 +95,9 @@ def strided(x: Tensor, layout: str) -> Tensor:
     return view
 
 
-def scales(shape: tuple[int, ...], device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
-    """Positive fp32 scales over a few binades."""
+def scales(shape: tuple[int, ...], device: torch.device | str = "cpu", seed: int = 1, e8m0: bool = False) -> Tensor:
+    """Positive scales over a few binades: fp32, or e8m0 bytes."""
     g = generator(seed, device)
+    if e8m0:
+        return torch.randint(118, 126, shape, generator=g, device=device, dtype=torch.int32).to(torch.uint8)
     return torch.exp2(torch.rand(shape, generator=g, device=device) * 6 - 8)

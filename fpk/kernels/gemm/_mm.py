@@ -1,12 +1,18 @@
 """Device functions and the split-K reduction that the matrix product ops share."""
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fpk.db import Config
+from fpk.device import Device
 from fpk.kernels._tile import decode_e8m0
 
+TMA_TARGETS = ("sm90", "sm100", "sm103", "sm120", "sm121")
 OUT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -98,6 +104,51 @@ def reduce_kernel(
         offs_m, offs_n, M, N, stride_sa, stride_sb, stride_za,
     )  # fmt: skip
     store_tile(out_ptr, out, offs_m, offs_n, M, N, stride_om)
+
+
+def tile_space(M: int, widths: tuple[int, ...]) -> Iterator[Config]:
+    """Candidates of `tile` and `split` kernels for M tokens (on the key grid), K in steps of `widths`."""
+    heights = [m for m in (16, 32, 64, 128) if m <= max(16, M)]  # a taller tile would only hold padding
+    for m, n, k, warps, stages, group in itertools.product(
+        heights, (32, 64, 128, 256), widths, (4, 8), (2, 3, 4, 5, 6), (1, 8)
+    ):
+        if m * n <= 128 * 256 and (m >= 64 or M <= 64) and not (warps == 8 and m * n < 64 * 64):
+            swap = m <= 64 and n >= 64 and M <= 256
+            yield Config(
+                kernel="tile", SWAP=swap, GROUP_M=group, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps,
+                num_stages=stages,
+            )  # fmt: skip
+    if M <= 256:
+        for m, n, k, stages, split in itertools.product(
+            [m for m in heights if m <= 64], (64, 128), widths[-2:], (3, 4, 6), (2, 4, 8)
+        ):
+            yield Config(
+                kernel="split", SWAP=True, GROUP_M=1, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4,
+                num_stages=stages,
+            )  # fmt: skip
+
+
+def persistent_space(M: int, tiles: tuple[tuple[int, int, int, int], ...], stages: tuple[int, ...]) -> Iterator[Config]:
+    """Candidates of `persistent` kernels: `tiles` are (BLOCK_M, BLOCK_N, num_warps, programs an SM)."""
+    if M < 128:
+        return
+    for (m, n, warps, per_sm), k, depth, group, flatten in itertools.product(
+        tiles, (64, 128), stages, (4, 8, 16), (False, True)
+    ):
+        yield Config(
+            kernel="persistent", GROUP_M=group, FLATTEN=flatten, PER_SM=per_sm, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
+            num_warps=warps, num_stages=depth,
+        )  # fmt: skip
+
+
+def stages_held(config: Config, device: Device) -> int:
+    """Tiles of each operand in shared memory at a time; AMD's pipeline keeps the last one in registers."""
+    return max(1, config["num_stages"] - 1) if device.arch.startswith("gfx") else config["num_stages"]
+
+
+def fits_descriptors(*tensors: Tensor) -> bool:
+    """Can tensor descriptors read these? They want 16-byte aligned bases and rows, and at least one row."""
+    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.shape[0] > 0 for t in tensors)
 
 
 def parts_buffer(out: Tensor, split: int, dtype: torch.dtype) -> Tensor:

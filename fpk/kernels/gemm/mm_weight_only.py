@@ -12,7 +12,6 @@ of any length, for groups that no tile divides.
 Source: W8A16 inference (what vLLM serves through Marlin).
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from fpk.check import (
     FLOAT_INPUTS,
+    expect_bias,
     expect_dtype,
     expect_granularity,
     expect_inner_contiguous,
@@ -33,9 +33,19 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import decode_fp8, tile_of
-from fpk.kernels.gemm._mm import accumulate, finish, load_k, load_scale, parts_buffer, reduce_parts, store_tile
+from fpk.kernels.gemm._mm import (
+    accumulate,
+    finish,
+    load_k,
+    load_scale,
+    parts_buffer,
+    reduce_parts,
+    stages_held,
+    store_tile,
+    tile_space,
+)
 from fpk.op import Cost, Kernel, op
-from fpk.samples import generator, sample, scales, strided
+from fpk.samples import sample, scales, strided
 from fpk.shapes import linear_cases
 
 
@@ -66,19 +76,17 @@ def check(
     expect_dtype("mm_weight_only.scale_b", scale_b, torch.float32, torch.uint8)
     if out_dtype is not None:
         expect_one_of("mm_weight_only.out_dtype", out_dtype, FLOAT_INPUTS)
-    if bias is not None:
-        expect_shape("mm_weight_only.bias", bias, (N,))
-        expect_dtype("mm_weight_only.bias", bias, *FLOAT_INPUTS)
+    expect_bias("mm_weight_only.bias", bias, N)
 
 
 @triton.jit
 def _decoded(
-    b_rows, k, stop, DTYPE: tl.constexpr, FLOAT: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    b_rows, k, stop, DTYPE: tl.constexpr, INTEGERS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     NAN_CODE: tl.constexpr, IEEE: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of weight codes as DTYPE, exactly."""
+    """A tile of weight codes as DTYPE, exactly; INTEGERS decodes fp8 bytes where the ISA does not convert them."""
     b = load_k(b_rows, k, stop, BLOCK_K, EVEN_K)
-    if FLOAT:
+    if INTEGERS:
         b = decode_fp8(b, MANTISSA, BIAS, NAN_CODE, IEEE)
     return b.to(DTYPE)
 
@@ -88,7 +96,7 @@ def _weight_only_kernel(
     a_ptr, b_ptr, scale_ptr, bias_ptr, out_ptr,
     M, N, K,
     stride_am, stride_bn, stride_om, stride_sn, stride_sk,
-    ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, FLOAT: tl.constexpr, MANTISSA: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, INTEGERS: tl.constexpr, MANTISSA: tl.constexpr,
     BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
     SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -112,7 +120,7 @@ def _weight_only_kernel(
     if COLS == -1:  # one scale a row or fewer: it waits until the end
         for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
             a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
-            b = _decoded(b_rows, k, K, DTYPE, FLOAT, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, EVEN_K)
+            b = _decoded(b_rows, k, K, DTYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, EVEN_K)
             acc = accumulate(a, b, acc, SWAP, 0)
         scale = load_scale(scale_rows, mask_n, E8M0)
         acc *= scale[:, None] if SWAP else scale[None, :]
@@ -121,7 +129,7 @@ def _weight_only_kernel(
         while k < K:
             stop = tl.minimum(tl.minimum((k // COLS + 1) * COLS, k + BLOCK_K), K)
             a = load_k(a_rows, k, stop, BLOCK_K, False)
-            b = _decoded(b_rows, k, stop, DTYPE, FLOAT, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, False)
+            b = _decoded(b_rows, k, stop, DTYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, False)
             scale = load_scale(scale_rows + k // COLS * stride_sk, mask_n, E8M0)
             part_sum = accumulate(a, b, tl.zeros(acc.shape, dtype=tl.float32), SWAP, 0)
             acc += part_sum * (scale[:, None] if SWAP else scale[None, :])
@@ -129,7 +137,7 @@ def _weight_only_kernel(
     else:
         for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
             a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
-            b = _decoded(b_rows, k, K, DTYPE, FLOAT, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, EVEN_K)
+            b = _decoded(b_rows, k, K, DTYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, EVEN_K)
             scale = load_scale(scale_rows + k // COLS * stride_sk, mask_n, E8M0)
             part_sum = accumulate(a, b, tl.zeros(acc.shape, dtype=tl.float32), SWAP, 0)
             acc += part_sum * (scale[:, None] if SWAP else scale[None, :])
@@ -160,30 +168,14 @@ def configs(a: Tensor, cols: int, **_: Any):
             kernel="segment", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2
         )
 
-    heights = [m for m in (16, 32, 64, 128) if m <= max(16, M)]
-    for m, n, k, warps, stages, swap in itertools.product(
-        heights, (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5), (False, True)
-    ):
-        if m * n <= 128 * 256 and (m >= 64 or M <= 64) and not (warps == 8 and m * n < 64 * 128):
-            yield Config(
-                kernel="tile", SWAP=swap, GROUP_M=1 if M <= 64 else 8, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
-                num_warps=warps, num_stages=stages,
-            )  # fmt: skip
-    if M <= 256:
-        for m, n, k, stages, split in itertools.product(
-            [m for m in heights if m <= 64], (64, 128), (64, 128), (3, 4, 6), (2, 4, 8)
-        ):
-            yield Config(
-                kernel="split", SWAP=True, GROUP_M=1, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4,
-                num_stages=stages,
-            )  # fmt: skip
+    yield from tile_space(M, (32, 64, 128))
 
 
 def legal(config: Config, device: Device, a: Tensor, cols: int, **_: Any) -> bool:
     # a step must lie inside one group of columns
     if config["kernel"] != "segment" and 0 < cols < a.shape[1] and cols % config["BLOCK_K"] != 0:
         return False
-    stages = max(1, config["num_stages"] - 1) if device.arch.startswith("gfx") else config["num_stages"]
+    stages = stages_held(config, device)
     buffers = (2 * config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     # decoded weights pass through shared memory where the matrix unit does not take them from registers
     decoded = 2 * config["BLOCK_N"] * config["BLOCK_K"]
@@ -216,11 +208,7 @@ def inputs(
 ):  # fmt: skip
     rows, cols = granularity
     shape = Granularity("", rows, cols).scale_shape((N, K))
-    if scale_format == "e8m0":
-        g = generator(seed + 2, device)
-        scale = torch.randint(116, 122, shape, generator=g, device=device, dtype=torch.int32).to(torch.uint8)
-    else:
-        scale = scales(shape, device, seed + 2)
+    scale = scales(shape, device, seed + 2, scale_format == "e8m0")
     return dict(
         a=strided(sample((M, K), a_dtype, kind, device, seed), layout),
         b=strided(sample((N, K), dtype, "normal", device, seed + 1), layout), scale_b=scale, rows=rows, cols=cols,
@@ -269,14 +257,15 @@ def mm_weight_only(
     if out.numel() == 0:
         return out
     fmt = FP8.get(b.dtype)
+    integers = fmt is not None and not of(a.device).has_fp8_conversion(fmt.name)
     config = dict(config)
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     parts = parts_buffer(out, split, torch.float32)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     _weight_only_kernel[(tiles, split)](
-        a, b if fmt is None else b.view(torch.uint8), scale_b, bias, parts,
+        a, b.view(torch.uint8) if integers else b, scale_b, bias, parts,
         M, N, K, a.stride(0), b.stride(0), out.stride(0), *scale_b.stride(),
-        ROWS=rows, COLS=cols if cols < K else -1, E8M0=scale_b.dtype is torch.uint8, FLOAT=fmt is not None,
+        ROWS=rows, COLS=cols if cols < K else -1, E8M0=scale_b.dtype is torch.uint8, INTEGERS=integers,
         MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
         IEEE=fmt is not None and fmt.kind == "ieee", EVEN_K=K % config["BLOCK_K"] == 0, SEGMENTS=kernel == "segment",
         SPLIT_K=split, **config,

@@ -8,12 +8,11 @@ fp32 before the single rounding to the output.
 
 Kernels: `tile`, pointers, one tile a program, runs everywhere (SWAP puts the weights on the matrix instruction's 64-row
 side, for few tokens); `split`, the same with K divided over programs and a second, ordered reduction; `persistent`,
-tensor descriptors (TMA), one program an SM.
+tensor descriptors (TMA), PER_SM programs an SM.
 
 Source: the W8A8 recipes of torch.nn.functional.scaled_mm (TensorWise, RowWise).
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fpk.check import (
     FLOAT_INPUTS,
+    expect_bias,
     expect_dtype,
     expect_fp8_matmul,
     expect_inner_contiguous,
@@ -37,19 +37,21 @@ from fpk.formats import FP8
 from fpk.kernels._tile import tile_of
 from fpk.kernels.gemm._mm import (
     OUT_TYPES,
+    TMA_TARGETS,
     accumulate,
     broadcast_strides,
     finish,
     load_k,
     parts_buffer,
+    persistent_space,
     reduce_parts,
+    stages_held,
     store_tile,
+    tile_space,
 )
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales, strided
 from fpk.shapes import linear_cases
-
-TMA_TARGETS = ("sm90", "sm100", "sm103", "sm120", "sm121")
 
 
 def reference(
@@ -87,9 +89,7 @@ def check(
     for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b)):
         expect_dtype(f"scaled_mm.{name}", tensor, torch.float32)
     expect_one_of("scaled_mm.out_dtype", out_dtype, FLOAT_INPUTS)
-    if bias is not None:
-        expect_shape("scaled_mm.bias", bias, (N,))
-        expect_dtype("scaled_mm.bias", bias, *FLOAT_INPUTS)
+    expect_bias("scaled_mm.bias", bias, N)
     if (zero_point_a is None) != (colsum_b is None):
         given, absent = ("colsum_b", "zero_point_a") if zero_point_a is None else ("zero_point_a", "colsum_b")
         raise ValueError(f"scaled_mm.{absent}: expected together with {given}, got None")
@@ -188,47 +188,31 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
         yield Config(
             kernel="tile", SWAP=True, GROUP_M=1, BLOCK_M=max(16, M), BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4
         )
-    if M >= 1024:
-        # promoting to fp32 needs registers for two sums: 128 x 256 spills there
-        wide = 256 if fast_accum or a.dtype is torch.int8 else 128
+    if M >= 1024 and (fast_accum or a.dtype is torch.int8):
         yield Config(
-            kernel="persistent", GROUP_M=8, FLATTEN=False, BLOCK_M=128, BLOCK_N=wide, BLOCK_K=128, num_warps=8,
-            num_stages=3,
+            kernel="persistent", GROUP_M=8, FLATTEN=False, PER_SM=1, BLOCK_M=128, BLOCK_N=256, BLOCK_K=128,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+    elif M >= 1024:
+        # promoting to fp32 needs registers for two sums; one program's products cover another's promotion
+        yield Config(
+            kernel="persistent", GROUP_M=8, FLATTEN=False, PER_SM=2, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     yield Config(**tile, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, num_warps=4, num_stages=3)
     yield Config(**tile, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
 
-    heights = [m for m in (16, 32, 64, 128) if m <= max(16, M)]  # a taller tile would only hold padding
-    for m, n, k, warps, stages, group in itertools.product(
-        heights, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5, 6), (1, 8)
-    ):
-        if m * n <= 128 * 256 and (m >= 64 or M <= 64) and not (warps == 8 and m * n < 64 * 64):
-            swap = m <= 64 and n >= 64 and M <= 256
-            yield Config(
-                kernel="tile", SWAP=swap, GROUP_M=group, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps,
-                num_stages=stages,
-            )  # fmt: skip
-    if M <= 256:
-        for m, n, k, stages, split in itertools.product(
-            [m for m in heights if m <= 64], (64, 128), (128, 256), (3, 4, 6), (2, 4, 8)
-        ):
-            yield Config(
-                kernel="split", SWAP=True, GROUP_M=1, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4,
-                num_stages=stages,
-            )  # fmt: skip
-    if M >= 128:
-        for (m, n, warps), k, stages, group, flatten in itertools.product(
-            ((128, 256, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4), (64, 128, 4), (256, 128, 8)), (64, 128),
-            (3, 4, 5), (4, 8, 16), (False, True),
-        ):  # fmt: skip
-            yield Config(
-                kernel="persistent", GROUP_M=group, FLATTEN=flatten, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps,
-                num_stages=stages,
-            )  # fmt: skip
+    yield from tile_space(M, (64, 128, 256))
+    yield from persistent_space(
+        M,
+        ((128, 256, 8, 1), (128, 128, 8, 1), (128, 128, 8, 2), (128, 128, 4, 1), (64, 256, 4, 1), (64, 256, 4, 2),
+         (64, 128, 4, 2), (64, 128, 4, 3), (256, 128, 8, 1)),
+        (3, 4, 5),
+    )  # fmt: skip
 
 
 def legal(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, **_: Any) -> bool:
-    stages = max(1, config["num_stages"] - 1) if device.arch.startswith("gfx") else config["num_stages"]
+    stages = stages_held(config, device)
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     if config["kernel"] == "persistent":
         # a descriptor wants 16-byte aligned bases and rows, and at least one element
@@ -236,6 +220,7 @@ def legal(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch
         if not aligned or (b.shape[0] * out_dtype.itemsize) % 16 != 0 or 0 in (*a.shape, *b.shape):
             return False
         buffers += config["BLOCK_M"] * config["BLOCK_N"] * out_dtype.itemsize
+        buffers *= config["PER_SM"]
     return buffers + 1024 <= device.shared_limit
 
 
@@ -300,7 +285,8 @@ def inputs(
         split=Kernel(_tile_kernel, matrix=True),
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
     ),
-    configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
+    configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
+    cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
 )  # fmt: skip
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
@@ -340,7 +326,7 @@ def scaled_mm(
     epilogue = (scale_a, scale_b, bias, zero_point_a, colsum_b)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     if kernel == "persistent":
-        programs = min(of(a.device).sm_count, triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
+        programs = min(config.pop("PER_SM") * of(a.device).sm_count, triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
         _persistent_kernel[(programs,)](
             TensorDescriptor.from_tensor(a, [block_m, block_k]), TensorDescriptor.from_tensor(b, [block_n, block_k]),
             TensorDescriptor.from_tensor(out, [block_m, block_n]), *epilogue,

@@ -8,13 +8,12 @@ per channel (block_rows = 1) or per tensor (block_rows = -1). The offsets say wh
 begins, so that a tensor-parallel cut need not meet a block's edge. Every product of codes within one group and block is
 summed by the matrix unit and scaled in fp32. Scales that do not change along K: scaled_mm.
 
-Kernels: `tile`, K in steps that lie inside one group and block; `split`, the same with K divided over programs and an
-ordered reduction; `segment`, steps of any length, for groups, blocks or offsets that no tile divides.
+Kernels: `tile`, K in steps that lie inside one group and block; `split`, K also divided over programs, with an ordered
+reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segment`, steps of any length.
 
 Source: the block-scaled FP8 recipe of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
 
-import itertools
 import math
 from typing import Any
 
@@ -22,9 +21,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fpk.check import (
     FLOAT_INPUTS,
+    expect_bias,
     expect_dtype,
     expect_fp8_matmul,
     expect_granularity,
@@ -37,9 +38,22 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, decode
 from fpk.kernels._tile import tile_of
-from fpk.kernels.gemm._mm import accumulate, finish, load_k, load_scale, parts_buffer, reduce_parts, store_tile
+from fpk.kernels.gemm._mm import (
+    TMA_TARGETS,
+    accumulate,
+    finish,
+    fits_descriptors,
+    load_k,
+    load_scale,
+    parts_buffer,
+    persistent_space,
+    reduce_parts,
+    stages_held,
+    store_tile,
+    tile_space,
+)
 from fpk.op import Cost, Kernel, op
-from fpk.samples import generator, sample, scales, strided
+from fpk.samples import sample, scales, strided
 from fpk.shapes import linear_cases
 
 
@@ -87,9 +101,7 @@ def check(
     for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b)):
         expect_dtype(f"scaled_mm_group.{name}", tensor, torch.float32, torch.uint8)
     expect_one_of("scaled_mm_group.out_dtype", out_dtype, FLOAT_INPUTS)
-    if bias is not None:
-        expect_shape("scaled_mm_group.bias", bias, (N,))
-        expect_dtype("scaled_mm_group.bias", bias, *FLOAT_INPUTS)
+    expect_bias("scaled_mm_group.bias", bias, N)
     expect_fp8_matmul("scaled_mm_group", a)
 
 
@@ -175,6 +187,39 @@ def _group_kernel(
         store_tile(out_ptr + part.to(tl.int64) * M * N, acc, offs_m, offs_n, M, N, N)
 
 
+@triton.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "offset_n", "offset_k"])
+def _persistent_kernel(
+    a_desc, b_desc, sa_ptr, sb_ptr, bias_ptr, out_ptr,
+    M, N, K, offset_n, offset_k,
+    stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr, E8M0_B: tl.constexpr,
+    INT8: tl.constexpr, ONE_B: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Each program walks over output tiles; descriptors read zeros beyond the edges."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if ONE_B:
+            block_n = (n * BLOCK_N + offset_n) // ROWS if ROWS > 0 else n * 0
+        else:
+            block_n = (offs_n + offset_n) // ROWS if ROWS > 0 else offs_n * 0
+        sa_rows, sb_rows = sa_ptr + offs_m * stride_sam, sb_ptr + block_n * stride_sbn
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a = a_desc.load([m * BLOCK_M, k])
+            b = b_desc.load([n * BLOCK_N, k])
+            block_k = (k + offset_k) // COLS if COLS > 0 else 0
+            acc = _add_scaled(
+                acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, offs_m < M, offs_n < N,
+                E8M0_A, E8M0_B, INT8, ONE_B, False,
+            )  # fmt: skip
+        acc = finish(acc, None, None, bias_ptr, None, None, offs_m, offs_n, M, N, 0, 0, 0)
+        store_tile(out_ptr, acc, offs_m, offs_n, M, N, stride_om)
+
+
 def _step(group: int, block_cols: int, offset_k: int, K: int) -> int:
     """Columns after which a scale may change, counted from every multiple of itself; K if none does."""
     changes = [n for n in (group, block_cols, offset_k) if 0 < n < K]
@@ -194,7 +239,7 @@ def torch_scaled_mm(
 
 def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any):
     M, step = bucket(a.shape[0]), _step(group, block_cols, offset_k, a.shape[1])
-    wide = min(128, step & -step)  # the largest power of two that divides the step
+    wide = min(128, step & -step)  # its largest power of two
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(
             kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
@@ -211,44 +256,36 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **
             kernel="segment", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2
         )
 
-    heights = [m for m in (16, 32, 64, 128) if m <= max(16, M)]
-    for m, n, k, warps, stages, rows in itertools.product(
-        heights, (32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5, 6), (4, 8, 16)
-    ):
-        if m * n <= 128 * 256 and (m >= 64 or M <= 64) and not (warps == 8 and m * n < 64 * 128):
-            swap = m <= 64 and n >= 64 and M <= 256
-            yield Config(
-                kernel="tile", SWAP=swap, GROUP_M=1 if swap else rows, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
-                num_warps=warps, num_stages=stages,
-            )  # fmt: skip
-    if M <= 256:
-        for m, n, k, stages, split in itertools.product(
-            [m for m in heights if m <= 64], (64, 128), (64, 128), (3, 4, 6), (2, 4, 8)
-        ):
-            yield Config(
-                kernel="split", SWAP=True, GROUP_M=1, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4,
-                num_stages=stages,
-            )  # fmt: skip
+    yield from tile_space(M, (32, 64, 128))
+    yield from persistent_space(
+        M, ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 1), (128, 64, 4, 2), (64, 256, 8, 1)),
+        (2, 3, 4),
+    )  # fmt: skip
 
 
-def legal(config: Config, device: Device, a: Tensor, group: int, block_cols: int, offset_k: int, **_: Any) -> bool:
+def legal(
+    config: Config, device: Device, a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any
+) -> bool:
     # a matrix instruction wants 32 columns of FP8 or INT8, and a step must not straddle a change of scale
     step, width = _step(group, block_cols, offset_k, a.shape[1]), config["BLOCK_K"]
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
         return False
-    stages = max(1, config["num_stages"] - 1) if device.arch.startswith("gfx") else config["num_stages"]
-    return (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages + 2048 <= device.shared_limit
+    if config["kernel"] == "persistent" and not fits_descriptors(a, b):
+        return False
+    stages = stages_held(config, device)
+    buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages + 2048
+    return buffers * config.get("PER_SM", 1) <= device.shared_limit
 
 
 def key(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int, block_rows: int, block_cols: int,
     bias: Tensor | None, offset_n: int, offset_k: int, out_dtype: torch.dtype, **_: Any,
 ) -> dict[str, int | str]:  # fmt: skip
-    layout = "column" if scale_a.stride(0) == 1 and scale_a.shape[1] > 1 else "row"
     return dict(
         M=bucket(a.shape[0]), N=b.shape[0], K=b.shape[1], dtype=str(a.dtype), out_dtype=str(out_dtype), group=group,
-        block_rows=block_rows, block_cols=block_cols, layout=layout, scale_a=str(scale_a.dtype),
-        scale_b=str(scale_b.dtype), bias=int(bias is not None), offset=int(offset_n != 0 or offset_k != 0),
+        block_rows=block_rows, block_cols=block_cols, column_scales=int(scale_a.stride(0) == 1),
+        scale_a=str(scale_a.dtype), scale_b=str(scale_b.dtype), bias=int(bias is not None),
+        offset=int(offset_n != 0 or offset_k != 0),
     )  # fmt: skip
 
 
@@ -277,14 +314,8 @@ def inputs(
     shape_b = (
         1 if rows < 0 else triton.cdiv(N + offset_n, rows), 1 if cols < 0 else triton.cdiv(K + offset_k, cols)
     )  # fmt: skip
-    if scale_format == "e8m0":
-        g = generator(seed + 2, device)
-        scale_a, scale_b = (
-            torch.randint(118, 124, s, generator=g, device=device, dtype=torch.int32).to(torch.uint8)
-            for s in (shape_a, shape_b)
-        )
-    else:
-        scale_a, scale_b = scales(shape_a, device, seed + 2), scales(shape_b, device, seed + 3)
+    e8m0 = scale_format == "e8m0"
+    scale_a, scale_b = scales(shape_a, device, seed + 2, e8m0), scales(shape_b, device, seed + 3, e8m0)
     if scale_layout == "column":
         scale_a = scale_a.T.contiguous().T
     return dict(
@@ -306,8 +337,10 @@ def inputs(
     kernels=dict(
         tile=Kernel(_group_kernel, matrix=True), split=Kernel(_group_kernel, matrix=True),
         segment=Kernel(_group_kernel, matrix=True),
+        persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
     ),
-    configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
+    configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
+    cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
 )  # fmt: skip
 def scaled_mm_group(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int = 128, block_rows: int = 128,
@@ -327,8 +360,7 @@ def scaled_mm_group(
         bias: (N,) fp32, bf16 or fp16, or None; added in fp32 before the single rounding.
         offset_n, offset_k: rows and columns of the first block that lie before this shard of the weight.
         out_dtype: bf16, fp16 or fp32.
-        fast_accum: accepted like in every FP8 product, without effect here: each group and block is summed in fp32
-            anyway.
+        fast_accum: accepted like in every FP8 product, without effect: groups and blocks are summed in fp32 anyway.
 
     Returns:
         (M, N) of `out_dtype`.
@@ -345,14 +377,24 @@ def scaled_mm_group(
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     one_b = block_rows < 0 or (block_rows % block_n == 0 and offset_n % block_n == 0)
+    scaling = dict(
+        GROUP=group, ROWS=block_rows, COLS=block_cols, E8M0_A=scale_a.dtype is torch.uint8,
+        E8M0_B=scale_b.dtype is torch.uint8, INT8=a.dtype is torch.int8, ONE_B=one_b,
+    )  # fmt: skip
+    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    if kernel == "persistent":
+        _persistent_kernel[(min(config.pop("PER_SM") * of(a.device).sm_count, tiles),)](
+            TensorDescriptor.from_tensor(a, [block_m, block_k]), TensorDescriptor.from_tensor(b, [block_n, block_k]),
+            scale_a, scale_b, bias, out,
+            M, N, K, offset_n, offset_k, out.stride(0), *scale_a.stride(), *scale_b.stride(), **scaling, **config,
+        )  # fmt: skip
+        return out
     parts = parts_buffer(out, split, torch.float32)
-    _group_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n), split)](
+    _group_kernel[(tiles, split)](
         a, b, scale_a, scale_b, bias, parts,
         M, N, K, offset_n, offset_k,
         a.stride(0), b.stride(0), out.stride(0), *scale_a.stride(), *scale_b.stride(),
-        GROUP=group, ROWS=block_rows, COLS=block_cols, E8M0_A=scale_a.dtype is torch.uint8,
-        E8M0_B=scale_b.dtype is torch.uint8, INT8=a.dtype is torch.int8, ONE_B=one_b, EVEN_K=K % block_k == 0,
-        SEGMENTS=kernel == "segment", SPLIT_K=split, **config,
+        EVEN_K=K % block_k == 0, SEGMENTS=kernel == "segment", SPLIT_K=split, **scaling, **config,
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])

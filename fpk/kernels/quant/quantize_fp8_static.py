@@ -67,8 +67,8 @@ def _static_kernel(
 
 
 def configs(**_: Any):
-    yield Config(BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
-    for rows, cols in ((1, 2048), (1, 4096), (1, 8192), (2, 2048), (4, 2048), (8, 1024), (16, 512)):
+    yield Config(BLOCK_M=2, BLOCK_K=2048, num_warps=4, num_stages=1)
+    for rows, cols in ((1, 8192), (1, 4096), (4, 1024), (1, 2048), (4, 2048), (8, 1024), (16, 512), (1, 1024)):
         for warps in (4, 8):
             yield Config(BLOCK_M=rows, BLOCK_K=cols, num_warps=warps, num_stages=1)
 

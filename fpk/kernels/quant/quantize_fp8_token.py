@@ -126,8 +126,10 @@ def _loop_kernel(
 
 
 def configs(x: Tensor, **_: Any):
-    yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     width = triton.next_power_of_2(x.shape[-1])
+    if 1024 <= width <= 16384:
+        yield Config(kernel="row", BLOCK_M=1, BLOCK_K=width, num_warps=4 if width <= 8192 else 8, num_stages=1)
+    yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     for rows in (1, 2, 4, 8):
         for warps in (4, 8, 16):
             if 512 <= rows * width <= 32768:

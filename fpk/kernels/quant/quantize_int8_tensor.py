@@ -70,9 +70,9 @@ def _quantize_kernel(
 
 
 def configs(**_: Any):
-    yield Config(BLOCK_M=4, BLOCK_K=1024, PROGRAMS=256, num_warps=4, num_stages=2)
-    for rows, cols in ((1, 4096), (1, 8192), (2, 4096), (4, 1024), (4, 2048), (8, 1024)):
-        for programs in (132, 264, 528, 1056):
+    yield Config(BLOCK_M=1, BLOCK_K=8192, PROGRAMS=1024, num_warps=4, num_stages=3)
+    for programs in (1024, 512, 256, 128):
+        for rows, cols in ((1, 8192), (2, 4096), (1, 4096), (4, 2048), (4, 1024), (8, 1024)):
             for warps in (4, 8):
                 yield Config(BLOCK_M=rows, BLOCK_K=cols, PROGRAMS=programs, num_warps=warps, num_stages=3)
 
