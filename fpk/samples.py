@@ -73,8 +73,8 @@ def sample(
         largest = torch.finfo(dtype).max
         x = (x / 4 * largest).clamp(-largest, largest)
         pick = torch.randint(0, 24, shape, generator=g, device=device)
-        for which, value in enumerate((largest, float("inf"), -float("inf"))):
-            x = torch.where(pick == which, value, x)
+        for which, extreme in enumerate((largest, float("inf"), -float("inf"))):
+            x = torch.where(pick == which, extreme, x)
     elif kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     return x.to(dtype)

@@ -169,13 +169,12 @@ def _persistent_kernel(
 
 def torch_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
-    zero_point_a: Tensor | None = None, colsum_b: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False, **_: Any,
 ) -> Tensor:  # fmt: skip
     """torch's own product (cuBLASLt on NVIDIA): FP8 with tensor x tensor or token x channel scales."""
-    M, N = a.shape[0], b.shape[0]
     whole = scale_a.numel() == scale_b.numel() == 1
-    factors = (scale_a.view(()), scale_b.view(())) if whole else (scale_a.expand(M, 1), scale_b.expand(N, 1).T)
+    sizes = (a.shape[0], 1), (b.shape[0], 1)
+    factors = (scale_a.view(()), scale_b.view(())) if whole else (scale_a.expand(sizes[0]), scale_b.expand(sizes[1]).T)
     return torch._scaled_mm(a, b.T, *factors, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum)
 
 

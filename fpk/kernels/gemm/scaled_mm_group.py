@@ -227,14 +227,13 @@ def _step(group: int, block_cols: int, offset_k: int, K: int) -> int:
 
 
 def torch_scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int = 128, block_rows: int = 128,
-    block_cols: int = 128, bias: Tensor | None = None, offset_n: int = 0, offset_k: int = 0,
-    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False,
-) -> Tensor:  # fmt: skip
-    """torch's own product (cuBLASLt on sm90): 1 x 128 by 128 x 128, scale_a column-major, no bias."""
-    if (group, block_rows, block_cols) != (128, 128, 128) or bias is not None or offset_n or offset_k:
-        raise NotImplementedError("torch: 1 x 128 by 128 x 128 blocks without bias and offsets only")
-    return torch._scaled_mm(a, b.T, scale_a, scale_b.T, out_dtype=out_dtype, use_fast_accum=fast_accum)
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype = torch.bfloat16, **other: Any
+) -> Tensor:
+    """torch's own product (cuBLASLt on sm90): 1 x 128 by 128 x 128, scale_a column-major, no bias, no offsets."""
+    only = dict(group=128, block_rows=128, block_cols=128, bias=None, offset_n=0, offset_k=0)
+    if any(other.get(n, v) != v for n, v in only.items()):
+        raise NotImplementedError(f"torch._scaled_mm with block scales: expected {only}, got {other}")
+    return torch._scaled_mm(a, b.T, scale_a, scale_b.T, out_dtype=out_dtype)
 
 
 def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any):
@@ -249,12 +248,14 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **
             kernel="tile", SWAP=True, GROUP_M=1, BLOCK_M=max(16, M), BLOCK_N=64, BLOCK_K=wide, num_warps=4,
             num_stages=4,
         )  # fmt: skip
-    # two programs an SM: one's products cover the other's scaling
-    yield Config(kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=128, BLOCK_K=wide, num_warps=4, num_stages=3)
+    # two programs an SM: one's products cover the other's scaling; without wgmma or tcgen05 four warps would spill
+    tile = dict(BLOCK_M=64, BLOCK_N=128, BLOCK_K=wide, num_warps=4 if of(a.device).capability in (90, 100, 103) else 8)
+    if M >= 256:
+        yield Config(kernel="persistent", GROUP_M=8, FLATTEN=False, PER_SM=2, num_stages=3, **tile)
+    yield Config(kernel="tile", SWAP=False, GROUP_M=8, num_stages=3, **tile)
     for k in (128, 64, 32):
-        yield Config(
-            kernel="segment", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2
-        )
+        small = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4)
+        yield Config(kernel="segment", SWAP=False, GROUP_M=8, num_stages=2, **small)
 
     yield from tile_space(M, (32, 64, 128))
     yield from persistent_space(
