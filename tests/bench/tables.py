@@ -10,13 +10,14 @@ import csv
 import datetime
 import random
 import sys
+from collections.abc import Iterator
 
 import torch
 import triton
 from turns import copies_needed, time_in_turns
 
 import fpk.kernels  # noqa: F401  declares every op
-from fpk.check import rel_error
+from fpk.check import assert_close, rel_error
 from fpk.device import of
 from fpk.op import OPS
 from fpk.shapes import LINEAR_LAYERS
@@ -58,31 +59,29 @@ def best_config(op, sets: list[dict], limit: int) -> tuple[dict, int]:
     return calls[best][0], len(calls)
 
 
-def quantizers(options) -> list[dict]:
-    rows = []
+def quantizers(options) -> Iterator[dict]:
     names = options.ops or [n for n in OPS if "quantize" in n or n == "amax"]
     for name in names:
         op = OPS[name]
-        cases = [dict(M=m, K=k) for m, k in SIZES]
-        for case in cases:
+        layouts = [dict(scale_layout=c) for c in ("column", "tma")] if name == "quantize_fp8_group" else []
+        for case in [dict(M=m, K=k) | more for m, k in SIZES for more in ({}, *layouts)]:
             try:
                 first = op.inputs(**case, device="cuda")
                 bound = op.bind(**first)
                 moved = op.cost(**bound).bytes
                 sets = [op.inputs(**case, device="cuda", seed=s) for s in range(copies_needed(moved))]
                 x = next(v for v in first.values() if isinstance(v, torch.Tensor))
-                row = against_copy(op, case, moved, sets, x, options)
-                rows.append(row)
-                print(*(f"{k}={v}" for k, v in row.items()), flush=True)
+                yield against_copy(op, case, moved, sets, x, options)
             except Exception as error:
                 print(f"{name} {case}: {type(error).__name__}: {error}"[:400], flush=True)
-    return rows
 
 
 def against_copy(op, case: dict, moved: int, sets: list[dict], x: torch.Tensor, options) -> dict:
     """Rate of a quantizer's bytes as a share of a device copy's, in turns; `default_us` is what a plain call takes."""
     config, tried = best_config(op, sets, options.search)
-    copies = [(v.get("x", x), torch.empty_like(x)) for v in sets]
+    assert_close(op.launch(**sets[0], config=config), op.reference(**sets[0]), op.tolerance(op.bind(**sets[0])))
+    x = x[..., : case["K"]].contiguous()  # activations are twice as wide
+    copies = [(x.clone(), torch.empty_like(x)) for _ in sets]
     calls = {
         "fpk": lambda s: op.launch(**s[0], config=config),
         "default": lambda s: op(**s[0]),
@@ -92,8 +91,9 @@ def against_copy(op, case: dict, moved: int, sets: list[dict], x: torch.Tensor, 
     copy_rate = 2 * x.numel() * x.element_size() / timed["copy"].us
     us = timed["fpk"].us
     return dict(
-        op=op.name, M=case["M"], K=case["K"], us=round(us, 2), default_us=round(timed["default"].us, 2),
-        copy_us=round(timed["copy"].us, 2), gb_per_s=round(moved / us / 1e3), copy_gb_per_s=round(copy_rate / 1e3),
+        op=op.name, M=case["M"], K=case["K"], scale_layout=case.get("scale_layout", ""), us=round(us, 2),
+        default_us=round(timed["default"].us, 2), copy_us=round(timed["copy"].us, 2),
+        gb_per_s=round(moved / us / 1e3), copy_gb_per_s=round(copy_rate / 1e3),
         share_of_copy=round(moved / us / copy_rate, 3), spread=round(timed["fpk"].spread, 3), tried=tried,
         config=config,
     )  # fmt: skip
@@ -115,9 +115,8 @@ def bf16_product(a, b, scale_b, rows, cols, bias, out_dtype, dequantized):
     return a @ dequantized.T
 
 
-def mm(options) -> list[dict]:
+def mm(options) -> Iterator[dict]:
     """Products at the sizes of real layers, against torch's own where it has one."""
-    rows = []
     for product in options.products:
         name, arguments = PRODUCTS[product]
         op = OPS[name]
@@ -132,10 +131,7 @@ def mm(options) -> list[dict]:
                             raise
                         print(f"{product} {layer} M={m}: {type(error).__name__}: {error}"[:300], flush=True)
                         continue
-                    row = dict(product=product, layer=layer) | row
-                    rows.append(row)
-                    print(*(f"{key}={value}" for key, value in row.items()), flush=True)
-    return rows
+                    yield dict(product=product, layer=layer) | row
 
 
 def one_product(op, product, arguments, size, fast, options) -> dict:
@@ -190,14 +186,17 @@ def main() -> int:
     parser.add_argument("--products", nargs="*", default=["fp8_token"], choices=list(PRODUCTS))
     parser.add_argument("--fast", type=int, nargs="*", default=[1, 0])
     options = parser.parse_args()
-    rows = {"quantizers": quantizers, "mm": mm}[options.what](options)
-    if not rows:
-        return 1
+    count = 0
     with open(options.csv, "w", newline="") as f:
-        writer = csv.DictWriter(f, [*rows[0], *provenance()])
-        writer.writeheader()
-        writer.writerows(r | provenance() for r in rows)
-    return 0
+        for row in {"quantizers": quantizers, "mm": mm}[options.what](options):
+            if not count:
+                writer = csv.DictWriter(f, [*row, *provenance()])
+                writer.writeheader()
+            writer.writerow(row | provenance())
+            f.flush()
+            count += 1
+            print(*(f"{k}={v}" for k, v in row.items()), flush=True)
+    return 0 if count else 1
 
 
 if __name__ == "__main__":

@@ -273,8 +273,7 @@ def legal(
         return False
     if config["kernel"] == "persistent" and not fits_descriptors(a, b):
         return False
-    stages = stages_held(config, device)
-    buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages + 2048
+    buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages_held(config, device) + 2048
     return buffers * config.get("PER_SM", 1) <= device.shared_limit
 
 
@@ -336,8 +335,7 @@ def inputs(
         kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
     ),
     kernels=dict(
-        tile=Kernel(_group_kernel, matrix=True), split=Kernel(_group_kernel, matrix=True),
-        segment=Kernel(_group_kernel, matrix=True),
+        **{name: Kernel(_group_kernel, matrix=True) for name in ("tile", "split", "segment")},
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
@@ -376,7 +374,7 @@ def scaled_mm_group(
         return out
     config = dict(config)
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
-    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    block_m, block_n, block_k = (config[f"BLOCK_{d}"] for d in "MNK")
     one_b = block_rows < 0 or (block_rows % block_n == 0 and offset_n % block_n == 0)
     scaling = dict(
         GROUP=group, ROWS=block_rows, COLS=block_cols, E8M0_A=scale_a.dtype is torch.uint8,
