@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 if TYPE_CHECKING:
+    from fpk.tune.sweep import Options
+    from fpk.tune.trials import TrialStore
+
     pass
 
 tune_app = typer.Typer(help="Measure candidates and keep the best: plan, sweep, resume, status, finish.")
@@ -58,8 +61,13 @@ def plan(
 
 
 @tune_app.command()
-def sweep(name: Name = "default", minutes: Seconds = 0.0, store: Store = None) -> None:
-    """Work through the plan on all GPUs of this host. Ctrl-C or a kill loses at most one trial per GPU."""
+def sweep(
+    name: Name = "default",
+    minutes: Seconds = 0.0,
+    store: Store = None,
+    ray: Annotated[int, typer.Option("--ray", help="Use this many GPUs of the Ray cluster that runs here.")] = 0,
+) -> None:
+    """Work through the plan on all GPUs of this host, or of a Ray cluster. A kill loses at most one trial per GPU."""
     import json
 
     import fpk.kernels  # noqa: F401  declares every op
@@ -73,10 +81,23 @@ def sweep(name: Name = "default", minutes: Seconds = 0.0, store: Store = None) -
     until = time.monotonic() + 60 * minutes if minutes else float("inf")
     options = default_options(budget=json.loads(jobs[0]["options"])["budget"], until=until)
     try:
-        finished = work(trials, name, options, lambda line: _out.print(line, highlight=False, soft_wrap=True))
+        finished = _ray_sweep(trials, name, options, ray) if ray else work(trials, name, options, _say)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     _out.print("done: `fpk tune finish` writes the tables" if finished else "open cases left: `fpk tune resume`")
+
+
+def _say(line: str) -> None:
+    _out.print(line, highlight=False, soft_wrap=True)
+
+
+def _ray_sweep(trials: "TrialStore", name: str, options: "Options", actors: int) -> bool:
+    import ray
+
+    from fpk.tune.ray_sweep import ray_sweep
+
+    ray.init(address="auto", log_to_driver=False)
+    return ray_sweep(trials, name, options, actors, progress=_say)
 
 
 @tune_app.command()

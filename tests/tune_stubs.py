@@ -61,10 +61,16 @@ def spoil(out, kind):
     return (fresh, out[1])
 
 
-def make(log="", **options):
-    """log: a file that gets a line per measurement."""
+def make(log="", kill_parent_once="", **options):
+    """log: a file that gets a line per measurement. kill_parent_once: a file; who first creates it kills its parent."""
 
     def us(config):
+        if kill_parent_once:
+            try:
+                os.close(os.open(kill_parent_once, os.O_CREAT | os.O_EXCL))
+                os.kill(os.getppid(), 9)
+            except FileExistsError:
+                pass
         if log:
             with open(log, "a") as file:
                 file.write(f"{sorted(config.items())}\n")

@@ -5,6 +5,7 @@ knows about the op, and sends its trials back; the head records them and marks t
 the case it had, which another actor takes.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +27,9 @@ class Host:
 
         self._folder = tempfile.TemporaryDirectory()
         self._store = TrialStore(Path(self._folder.name) / "trials.sqlite")
-        self._tuner = CaseTuner(self._store, options, options.gpus[0], print)
+        # what Ray gave this actor; without GPUs in the cluster it gives none
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or options.gpus[0]
+        self._tuner = CaseTuner(self._store, options, gpu, print)
 
     def tune(self, op: str, case: str, known: list[Trial]) -> tuple[list[Trial], dict[str, dict[str, str]]]:
         """Trials of the case and the records of their runs. `known`: earlier trials of the op, for a warm start."""
@@ -48,10 +51,11 @@ def ray_sweep(
 
     jobs = [j for j in store.jobs(name) if j["state"] == "open"]
     limit = None if options.until == float("inf") else time.time() + options.until - time.monotonic()
-    remote = ray.remote(num_gpus=gpus_per_actor, max_restarts=2)(Host)
+    remote: Any = ray.remote(num_gpus=gpus_per_actor, max_restarts=2)(Host)
     mine = replace(options, gpus=("0",), until=float("inf"))
-    idle = [remote.remote(mine) for _ in range(min(actors, len(jobs)))]
-    begun, running, waiting, done, failures = time.monotonic(), {}, list(jobs), 0, 0
+    idle: list[Any] = [remote.remote(mine) for _ in range(min(actors, len(jobs)))]
+    running: dict[Any, tuple[dict[str, Any], Any, float]] = {}
+    begun, waiting, done, failures = time.monotonic(), list(jobs), 0, 0
     while waiting or running:
         while idle and waiting and (limit is None or time.time() < limit):
             job, actor = waiting.pop(0), idle.pop()
