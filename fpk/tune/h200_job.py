@@ -10,9 +10,9 @@ minutes are over goes on in the next call with the same --state. DIR gets `trial
 
 import argparse
 import gzip
+import hashlib
 import json
 import os
-import random
 import shutil
 import sqlite3
 import time
@@ -30,7 +30,7 @@ from fpk.tune.arguments import legal_candidates, outline
 from fpk.tune.records import texts_of_store
 from fpk.tune.search import Config
 from fpk.tune.sweep import CaseTuner, Options, OutOfTime, binary_tag, order_cases, summary
-from fpk.tune.trials import TrialStore
+from fpk.tune.trials import TrialStore, canonical
 from fpk.tune.worker import Reply, Worker, run_all
 
 # (N, K) of layers that are tuned, apart from each other by about a factor of two in either size
@@ -64,11 +64,11 @@ def grid(op: Op[..., Any], layers: Iterable[tuple[int, int]], tokens: Iterable[i
 
 
 def thinned(candidates: list[Config], limit: int) -> list[Config]:
-    """The default and a fixed random choice of the others, in their order."""
+    """The default and a fixed choice of the others, in their order; the same configs at every shape that has them."""
     if len(candidates) <= limit:
         return candidates
-    kept = sorted(random.Random(0).sample(range(1, len(candidates)), limit - 1))
-    return [candidates[i] for i in (0, *kept)]
+    ranks = {i: hashlib.sha256(canonical(c).encode()).digest() for i, c in enumerate(candidates) if i}
+    return [candidates[i] for i in sorted([0, *sorted(ranks, key=ranks.__getitem__)[: limit - 1]])]
 
 
 class Job:
@@ -118,7 +118,7 @@ class Job:
         sweep = f"h200 {title} {budget} {limit}"
         self.store.plan(sweep, [(name, db.spell_case(case)) for name, case in jobs], {"budget": budget})
         options = Options(
-            self.executor, self.device, env=self.env, budget=budget, until=self.until, finalists=finalists,
+            self.executor, self.device, {"final_ms": self.arguments.final_ms}, self.env, budget=budget, until=self.until, finalists=finalists,
             candidates=lambda op, case: self.candidates(op, case, limit), failures=self.failures,
             trial_limit_s=self.arguments.trial_limit,
         )  # fmt: skip
@@ -212,6 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--compile-limit", type=float, default=60.0)
     parser.add_argument("--trial-limit", type=float, default=20.0)
+    parser.add_argument("--final-ms", type=float, default=60.0, help="timing of each finalist")
     parser.add_argument("--executor", default="fpk.tune.executor:cuda")
     Job(parser.parse_args(arguments)).run()
 
