@@ -118,7 +118,8 @@ class Job:
         sweep = f"h200 {title} {budget} {limit}"
         self.store.plan(sweep, [(name, db.spell_case(case)) for name, case in jobs], {"budget": budget})
         options = Options(
-            self.executor, self.device, {"final_ms": self.arguments.final_ms}, self.env, budget=budget, until=self.until, finalists=finalists,
+            self.executor, self.device, {"final_ms": self.arguments.final_ms}, self.env, budget=budget,
+            until=self.until, finalists=finalists,
             candidates=lambda op, case: self.candidates(op, case, limit), failures=self.failures,
             trial_limit_s=self.arguments.trial_limit,
         )  # fmt: skip
