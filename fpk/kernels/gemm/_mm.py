@@ -1,6 +1,7 @@
 """Device functions and the split-K reduction that the matrix product ops share."""
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -106,6 +107,18 @@ def reduce_kernel(
     store_tile(out_ptr, out, offs_m, offs_n, M, N, stride_om)
 
 
+def few_tokens(M: int, *rows: tuple[int, ...]) -> Iterator[Config]:
+    """Defaults for few tokens: `rows` are (largest M, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, num_stages), measured on an
+    H200 at N x K of 4096 x 7168 and 10240 x 8192. Splitting K keeps all SMs reading weights."""
+    for limit, m, n, k, split, stages in rows:
+        if limit >= M:
+            yield Config(
+                kernel="split", SWAP=True, GROUP_M=1, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4,
+                num_stages=stages,
+            )  # fmt: skip
+            return
+
+
 def tile_space(M: int, widths: tuple[int, ...]) -> Iterator[Config]:
     """Candidates of `tile` and `split` kernels for M tokens (on the key grid), K in steps of `widths`."""
     heights = [m for m in (16, 32, 64, 128) if m <= max(16, M)]  # a taller tile would only hold padding
@@ -139,6 +152,12 @@ def persistent_space(M: int, tiles: tuple[tuple[int, int, int, int], ...], stage
             kernel="persistent", GROUP_M=group, FLATTEN=flatten, PER_SM=per_sm, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
             num_warps=warps, num_stages=depth,
         )  # fmt: skip
+
+
+def scale_step(K: int, *periods: int) -> int:
+    """The widest step of columns, counted from 0, that no change of scale divides; `periods`: where changes lie."""
+    changes = [n for n in periods if 0 < n < K]
+    return math.gcd(*changes) if changes else triton.next_power_of_2(max(K, 1))
 
 
 def stages_held(config: Config, device: Device) -> int:

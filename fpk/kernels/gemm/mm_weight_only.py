@@ -35,6 +35,7 @@ from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import decode_fp8, tile_of
 from fpk.kernels.gemm._mm import (
     accumulate,
+    few_tokens,
     finish,
     load_k,
     load_scale,
@@ -157,6 +158,7 @@ def configs(a: Tensor, cols: int, **_: Any):
         yield Config(
             kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
         )
+    yield from few_tokens(M, (16, 16, 128, 128, 8, 3), (64, 64, 64, 128, 4, 3))
     if M <= 64:
         yield Config(
             kernel="tile", SWAP=True, GROUP_M=1, BLOCK_M=max(16, M), BLOCK_N=64, BLOCK_K=wide, num_warps=4,

@@ -40,6 +40,7 @@ from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     accumulate,
     broadcast_strides,
+    few_tokens,
     finish,
     load_k,
     parts_buffer,
@@ -183,6 +184,7 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(**tile, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
     M = bucket(a.shape[0])
+    yield from few_tokens(M, (16, 16, 64, 256, 4, 3))
     if M <= 64:
         yield Config(
             kernel="tile", SWAP=True, GROUP_M=1, BLOCK_M=max(16, M), BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4

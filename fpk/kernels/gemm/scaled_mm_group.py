@@ -14,7 +14,6 @@ reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segme
 Source: the block-scaled FP8 recipe of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
 
-import math
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from fpk.kernels._tile import tile_of
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     accumulate,
+    few_tokens,
     finish,
     fits_descriptors,
     load_k,
@@ -48,6 +48,7 @@ from fpk.kernels.gemm._mm import (
     parts_buffer,
     persistent_space,
     reduce_parts,
+    scale_step,
     stages_held,
     store_tile,
     tile_space,
@@ -220,12 +221,6 @@ def _persistent_kernel(
         store_tile(out_ptr, acc, offs_m, offs_n, M, N, stride_om)
 
 
-def _step(group: int, block_cols: int, offset_k: int, K: int) -> int:
-    """Columns after which a scale may change, counted from every multiple of itself; K if none does."""
-    changes = [n for n in (group, block_cols, offset_k) if 0 < n < K]
-    return math.gcd(*changes) if changes else triton.next_power_of_2(max(K, 1))
-
-
 def torch_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype = torch.bfloat16, **other: Any
 ) -> Tensor:
@@ -237,12 +232,14 @@ def torch_scaled_mm(
 
 
 def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any):
-    M, step = bucket(a.shape[0]), _step(group, block_cols, offset_k, a.shape[1])
+    M, step = bucket(a.shape[0]), scale_step(a.shape[1], group, block_cols, offset_k)
     wide = min(128, step & -step)  # its largest power of two
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(
             kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
         )
+    if wide == 128:
+        yield from few_tokens(M, (16, 16, 64, 128, 4, 4), (64, 64, 128, 128, 4, 6))
     if M <= 64:
         yield Config(
             kernel="tile", SWAP=True, GROUP_M=1, BLOCK_M=max(16, M), BLOCK_N=64, BLOCK_K=wide, num_warps=4,
@@ -268,7 +265,7 @@ def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any
 ) -> bool:
     # a matrix instruction wants 32 columns of FP8 or INT8, and a step must not straddle a change of scale
-    step, width = _step(group, block_cols, offset_k, a.shape[1]), config["BLOCK_K"]
+    step, width = scale_step(a.shape[1], group, block_cols, offset_k), config["BLOCK_K"]
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
         return False
     if config["kernel"] == "persistent" and not fits_descriptors(a, b):
