@@ -1,0 +1,95 @@
+"""Rewrites the generated parts of README.md: the op table from OPS, the H200 tables from results/*.csv.
+
+python tests/bench/readme.py            # rewrite
+python tests/bench/readme.py --check    # exit 1 if README.md is not what this would write
+"""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results" / "nv-h200-sm90-132"
+READ_GB_PER_S, PEAK_TFLOPS = 4250, 1561  # copy rate and FP8/INT8 ceiling of the H200 (twice the bf16 rate it reaches)
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with open(RESULTS / f"{name}.csv", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def ops() -> str:
+    import fpk.kernels  # noqa: F401  declares every op
+    from fpk.op import OPS
+
+    exact = {r["op"]: f"{float(r['values']):.1e}" for r in rows_of("exactness") if r["differences"] == "0"}
+    rows = []
+    for name, op in sorted(OPS.items(), key=lambda item: (item[1].launcher.__module__, item[0])):
+        family = op.launcher.__module__.split(".")[-2]
+        what = (op.__doc__ or "").splitlines()[0].replace("|", "/")
+        rows.append([f"`{name}`", family, what, ", ".join(op.kernels), exact.get(name, "")])
+    return table(["op", "family", "what", "kernels", "values bit-equal on the H200"], rows)
+
+
+def quantizers() -> str:
+    rows = [
+        [
+            f"`{r['op']}`" + (f" ({r['scale_layout']})" if r["scale_layout"] else ""), f"{r['M']} x {r['K']}", r["us"],
+            r["copy_us"], f"{float(r['share_of_copy']):.2f}",
+        ]
+        for r in rows_of("quantizers")
+    ]  # fmt: skip
+    return table(["op", "bf16 input", "µs", "µs of a device copy", "share of the copy's rate"], rows)
+
+
+def products() -> str:
+    rows = []
+    for r in rows_of("products"):
+        share = max(float(r["tflops"]) / PEAK_TFLOPS, float(r["gb_per_s"]) / READ_GB_PER_S)
+        accumulation = {"1": "fast", "0": "full"}[r["fast_accum"]] if r["product"].startswith("fp8_token") else ""
+        rows.append(
+            [
+                r["product"], accumulation, f"{r['M']} x {r['N']} x {r['K']}", r["us"], r["peer_us"] or "-",
+                r["ratio"] or "-", f"{share:.2f}", r["error"],
+            ]
+        )  # fmt: skip
+    return table(
+        ["product", "accumulation", "M x N x K", "µs", "torch µs", "torch / fpk", "share of roofline", "error"], rows
+    )
+
+
+def provenance() -> str:
+    r = rows_of("products")[0]
+    return f"Measured on one NVIDIA H200 (`{r['gpu']}`), torch {r['torch']}, triton {r['triton']}, {r['date']}."
+
+
+PARTS = {"ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance}
+
+
+def written(text: str) -> str:
+    for name, make in PARTS.items():
+        pattern = rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)"
+        if not re.search(pattern, text, re.S):
+            raise ValueError(f"README.md: expected a part between '<!-- {name}: generated -->' and '<!-- end -->'")
+        text = re.sub(pattern, lambda m, make=make: m[1] + make() + "\n" + m[2], text, flags=re.S)
+    return text
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    new = written(text)
+    if "--check" in sys.argv:
+        return int(new != text)
+    path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
