@@ -57,10 +57,6 @@ def _always(**_: Any) -> bool:
     return True
 
 
-def _nothing(**_: Any) -> None:
-    return None
-
-
 @dataclass(eq=False)
 class Op(Generic[P, R]):
     """A launcher with its named parts. Calling it looks a config up (memoised), never measures, never synchronises.
