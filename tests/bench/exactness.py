@@ -63,8 +63,11 @@ def main() -> int:
     parser.add_argument("--values", type=float, default=1.2e8)
     parser.add_argument("--ops", nargs="*")
     parser.add_argument("--csv")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th op from the i-th on, for processes side by side")
     options = parser.parse_args()
     names = options.ops or [n for n in OPS if "quantize" in n or n == "amax"]
+    part, parts = map(int, options.part.split("/"))
+    names = names[part::parts]
     rows, failed = [], 0
     for name in names:
         op = OPS[name]
