@@ -47,7 +47,9 @@ class Format:
     @property
     def emax(self) -> int:
         """Exponent of the largest finite value, as the microscaling rules need it."""
-        return {"e4m3fn": 8, "e4m3fnuz": 7, "e5m2": 15, "e5m2fnuz": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2}[self.name]
+        return {"e4m3fn": 8, "e4m3fnuz": 7, "e5m2": 15, "e5m2fnuz": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2, "int8": 0}[
+            self.name
+        ]
 
     def __repr__(self) -> str:
         return self.name
@@ -66,6 +68,92 @@ INT8 = Format("int8", 8, 0, 7, 0, 127.0, 127.0, "int", torch.int8)
 FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E2M3, E3M2, E8M0, INT8)}
 FP8 = {f.dtype: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
 """The formats a torch dtype identifies. FP4, FP6 and e8m0 all live in uint8, so a dtype does not name them."""
+
+
+@dataclass(frozen=True)
+class Microscaling:
+    """An MX format: 32 elements share a power of two, stored as e8m0; value = code * 2^shift * scale.
+
+    `rule` is the scale rule that the format's ecosystem uses: "even" for FP4 and FP6 (Quark, vLLM), "rceil" for FP8
+    (cuBLAS, vLLM), "floor" for INT8 (OCP). MXINT8 has codes of 7 bits and a sign, of which 6 are a fraction.
+    """
+
+    name: str
+    element: Format
+    rule: str
+    shift: int = 0
+
+    @property
+    def max(self) -> float:
+        """The largest element."""
+        return self.element.max * 2.0**self.shift
+
+
+MX_BLOCK = 32
+NVFP4_BLOCK = 16
+MX_RULES = ("floor", "ceil", "even", "rceil")
+MX = {
+    m.name: m
+    for m in (
+        Microscaling("mxfp8_e4m3", E4M3FN, "rceil"),
+        Microscaling("mxfp8_e5m2", E5M2, "rceil"),
+        Microscaling("mxfp6_e3m2", E3M2, "even"),
+        Microscaling("mxfp6_e2m3", E2M3, "even"),
+        Microscaling("mxfp4", E2M1, "even"),
+        Microscaling("mxint8", INT8, "floor", shift=-6),
+    )
+}
+
+
+def mx_scale(amax: Tensor, mx: Microscaling, rule: str) -> Tensor:
+    """e8m0 bytes of the scales of blocks with these finite amax: 2^e with e by `rule`, kept inside -127..127.
+
+    With amax = c * 2^t, 1 <= c < 2, and emax the exponent of the largest element p: "floor" e = t - emax (OCP); "ceil"
+    one more unless c = 1; "even" one more if c, rounded to the element's mantissa, is 2 (Quark); "rceil" one more if
+    amax > p * 2^(t - emax), so that nothing saturates (cuBLAS). amax 0 gives byte 0, Inf the NaN byte 255.
+    """
+    half, exponent = torch.frexp(amax.double())
+    c, t = half * 2, exponent - 1
+    more = {
+        "floor": torch.zeros_like(c, dtype=torch.bool),
+        "ceil": c > 1,
+        "even": c >= 2 - 2.0 ** -((mx.element.mantissa_bits if mx.element.is_float else 6) + 1),
+        "rceil": c > mx.max * 2.0**-mx.element.emax,
+    }[rule]
+    byte = (t + more.int() - mx.element.emax + 127).clamp(0, 254)
+    byte = torch.where(amax == 0, 0, byte)
+    return torch.where(amax.isinf(), 255, byte).to(torch.uint8)
+
+
+def pack_codes(codes: Tensor, bits: int, order: str = "low_first") -> Tensor:
+    """Pack uint8 codes of 4 or 6 bits along the last dimension: 2 into a byte, 4 into three bytes.
+
+    The codes form a word, the first in its lowest bits, stored little-endian; "high_first": in its highest bits,
+    stored big-endian.
+    """
+    per_word = 8 // bits if bits == 4 else 4
+    count = per_word * bits // 8
+    words = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_word, per_word).to(torch.int32) & ((1 << bits) - 1)
+    places = range(per_word) if order == "low_first" else range(per_word - 1, -1, -1)
+    word = sum((words[..., i] << (bits * place) for i, place in enumerate(places)), torch.zeros_like(words[..., 0]))
+    bytes_ = [(word >> (8 * i)) & 255 for i in range(count)]
+    if order == "high_first":
+        bytes_.reverse()
+    return torch.stack(bytes_, -1).flatten(-2).to(torch.uint8)
+
+
+def unpack_codes(packed: Tensor, bits: int, order: str = "low_first") -> Tensor:
+    """The inverse of `pack_codes`."""
+    per_word = 8 // bits if bits == 4 else 4
+    count = per_word * bits // 8
+    bytes_ = packed.reshape(*packed.shape[:-1], packed.shape[-1] // count, count).to(torch.int32)
+    if order == "high_first":
+        bytes_ = bytes_.flip(-1)
+    word = sum((bytes_[..., i] << (8 * i) for i in range(count)), torch.zeros_like(bytes_[..., 0]))
+    codes = [(word >> (bits * i)) & ((1 << bits) - 1) for i in range(per_word)]
+    if order == "high_first":
+        codes.reverse()
+    return torch.stack(codes, -1).flatten(-2).to(torch.uint8)
 
 
 def exponent_of(magnitude: Tensor) -> Tensor:
