@@ -66,6 +66,12 @@ def expect_not_empty(what: str, tensor: Tensor, dim: int) -> None:
         raise ValueError(f"{what}: expected at least one element along dimension {dim}, got {_spell(tensor.shape)}")
 
 
+def expect_multiple(what: str, tensor: Tensor, multiple: int) -> None:
+    """The last dimension must hold whole groups of `multiple` elements."""
+    if tensor.shape[-1] % multiple:
+        raise ValueError(f"{what}: expected a multiple of {multiple} columns, got shape {_spell(tensor.shape)}")
+
+
 def expect_same_device(what: str, tensors: dict[str, Tensor]) -> None:
     names = list(tensors)
     for name in names[1:]:

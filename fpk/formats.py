@@ -92,6 +92,7 @@ class Microscaling:
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
 MX_RULES = ("floor", "ceil", "even", "rceil")
+CODE_ORDERS = ("low_first", "high_first")
 MX = {
     m.name: m
     for m in (
