@@ -184,9 +184,10 @@ def store_packed(rows, codes, first, mask_m, K, BITS: tl.constexpr, WORDS: tl.co
             cols = first[None, :, None] + tl.arange(0, N // 4)[None, None, :] * 4
             bytes_ = rows[:, None, None] + cols * 3 // 4
             mask = mask_m & (cols < K)
-            for i in tl.static_range(3):
-                place: tl.constexpr = 2 - i if HIGH_FIRST else i
-                tl.store(bytes_ + i, ((quads >> (8 * place)) & 255).to(tl.uint8), mask=mask)
+            low, high = (bytes_ + 2, bytes_) if HIGH_FIRST else (bytes_, bytes_ + 2)
+            tl.store(low, (quads & 255).to(tl.uint8), mask=mask)
+            tl.store(bytes_ + 1, ((quads >> 8) & 255).to(tl.uint8), mask=mask)
+            tl.store(high, ((quads >> 16) & 255).to(tl.uint8), mask=mask)
 
 
 @triton.jit

@@ -1,0 +1,217 @@
+"""quantize_mx: OCP microscaling codes, 32 elements of a row under one power of two.
+
+    amax[m, j]  = max_{k in block j} |x[m, k]| over finite elements
+    scale[m, j] = e8m0 byte of 2^e, e by `rule` (formats.mx_scale)
+    codes[m, k] = element(clamp(x[m, k] * 2^-e, -max, max))        round half to even
+
+A row whose length is no multiple of 32 has a short last block. NaN does not touch the scale; its code is NaN in FP8 and
+0 in the formats without one. +-Inf saturates, its scale comes from the finite elements; a block of nothing but Inf has
+the NaN byte 255. A block of zeros has byte 0 and codes +0. MXINT8 codes are in -127..127, 64 to the unit.
+
+Source: OCP Microscaling Formats 1.0; the rules beyond "floor" from AMD Quark and the conversions of cuBLAS.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_multiple, expect_not_empty, expect_one_of, expect_rank
+from fpk.db import Config, bucket
+from fpk.device import of
+from fpk.formats import (
+    E8M0,
+    FP8,
+    INT8,
+    MX,
+    MX_BLOCK,
+    MX_RULES,
+    decode,
+    encode,
+    encode_int8,
+    finite_amax,
+    mx_scale,
+    pack_codes,
+)
+from fpk.kernels._microscale import (
+    any_odd,
+    element_codes,
+    element_constants,
+    largest_magnitude,
+    reciprocal_of_scale,
+    scale_byte,
+    scale_constants,
+    scaled,
+    store_packed,
+)
+from fpk.kernels._tile import amax_key, amax_of_key, clamp_to
+from fpk.op import Cost, Kernel, op
+from fpk.samples import KINDS, sample, strided
+from fpk.shapes import activation_cases
+
+
+def reference(
+    x: Tensor, format: str = "mxfp4", rule: str | None = None, packed: bool = True
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    mx = MX[format]
+    *lead, K = x.shape
+    blocks = -(-K // MX_BLOCK)
+    # Inf in the short block's missing places: it never counts as a finite magnitude
+    filled = x.new_full((*lead, blocks * MX_BLOCK), float("inf"), dtype=torch.float32)
+    filled[..., :K] = x
+    grouped = filled.reshape(*lead, blocks, MX_BLOCK)
+    scale = mx_scale(finite_amax(grouped, (-1,)), mx, rule or mx.rule)  # (..., blocks, 1)
+    exists = (torch.arange(blocks * MX_BLOCK, device=x.device) < K).reshape(blocks, MX_BLOCK)
+    nothing = ((grouped == 0) | ~exists).all(-1, keepdim=True)
+    power = torch.where(scale == 255, 2.0**127, decode(scale, E8M0).double())
+    value = torch.where(nothing, 0.0, grouped / power).flatten(-2)[..., :K]
+    scale = scale.squeeze(-1).contiguous()
+    if mx.element is INT8:
+        return encode_int8(value * 2.0**-mx.shift, -127).contiguous(), scale
+    codes = encode(value.float(), mx.element).contiguous()
+    if mx.element.bits == 8:
+        return codes.view(mx.element.dtype), scale
+    return (pack_codes(codes, mx.element.bits) if packed else codes), scale
+
+
+def check(x: Tensor, format: str, rule: str | None, packed: bool, **_: Any) -> None:
+    expect_dtype("quantize_mx.x", x, *FLOAT_INPUTS)
+    expect_rank("quantize_mx.x", x, 2, 3)
+    expect_not_empty("quantize_mx.x", x, -1)
+    expect_one_of("quantize_mx.format", format, MX)
+    expect_one_of("quantize_mx.rule", rule, (None, *MX_RULES))
+    if packed and MX[format].element.bits < 8:
+        expect_multiple("quantize_mx.x (packed)", x, 2 if MX[format].element.bits == 4 else 4)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _mx_kernel(
+    x_ptr, codes_ptr, scale_ptr,
+    M, K,
+    stride_xe, stride_xm, stride_xk,
+    BLOCK: tl.constexpr, ADDEND: tl.constexpr, EMAX: tl.constexpr, CLAMP: tl.constexpr, PACKED: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of GROUPS blocks: one read, one write."""
+    groups = tl.cdiv(K, BLOCK)
+    tiles = tl.cdiv(groups, GROUPS)
+    e = tl.program_id(1).to(tl.int64)
+    offs_m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_g = (tl.program_id(0) % tiles).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    mask_m = offs_m < M
+    cols = offs_g[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    mask = mask_m[:, None, None] & (cols < K)
+    x_ptrs = x_ptr + e * stride_xe + offs_m[:, None, None] * stride_xm + cols * stride_xk
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+
+    largest = largest_magnitude(x)  # [BLOCK_M, GROUPS]
+    amax = largest.to(tl.float32, bitcast=True)
+    odd = any_odd(largest)
+    if odd:
+        amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))
+    byte = scale_byte(amax, ADDEND, EMAX)
+    v = scaled(x, reciprocal_of_scale(byte), largest > 0)
+    if odd:  # values leave the branch, not codes: triton 3.6 mixes up bytes that do
+        v = tl.where(v != v, 0.0, v) if BITS < 8 else clamp_to(v, -MAX, MAX)
+    codes = element_codes(v, CLAMP, BITS, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    rows = e * M + offs_m
+    if PACKED:
+        store_packed(codes_ptr + rows * (K * BITS // 8), codes, offs_g * BLOCK, mask_m, K, BITS, WORDS, False)
+    else:
+        codes_ptrs = codes_ptr + rows[:, None, None] * K + cols
+        tl.store(codes_ptrs, codes.to(codes_ptr.dtype.element_ty), mask=mask)
+    scale_ptrs = scale_ptr + rows[:, None] * groups + offs_g[None, :]
+    tl.store(scale_ptrs, byte.to(tl.uint8), mask=mask_m[:, None] & (offs_g < groups)[None, :])
+
+
+def configs(x: Tensor, **_: Any):
+    rows = 8 if x.shape[-2] > 4 else 1
+    yield Config(BLOCK_M=rows, GROUPS=64 // rows, num_warps=4)
+    for (rows, groups), warps in itertools.product(
+        ((1, 32), (1, 64), (1, 128), (2, 32), (2, 64), (4, 8), (4, 16), (4, 32), (8, 8), (16, 4), (32, 2)), (2, 4, 8)
+    ):
+        yield Config(BLOCK_M=rows, GROUPS=groups, num_warps=warps)
+
+
+def key(x: Tensor, format: str, rule: str | None, packed: bool, **_: Any) -> dict[str, int | str]:
+    rows = x.shape[:-1].numel()
+    return dict(
+        M=bucket(rows), K=x.shape[-1], format=format, rule=rule or MX[format].rule, packed=int(packed), x=str(x.dtype)
+    )
+
+
+def cost(x: Tensor, format: str, packed: bool, **_: Any) -> Cost:
+    bits = MX[format].element.bits if packed else 8
+    scale_bytes = x.shape[:-1].numel() * triton.cdiv(x.shape[-1], MX_BLOCK)
+    return Cost(flops=3 * x.numel(), bytes=x.numel() * x.element_size() + x.numel() * bits // 8 + scale_bytes)
+
+
+def inputs(
+    *, M, K, E=0, format="mxfp4", rule=None, packed=True, x_dtype=torch.bfloat16, kind="normal", layout="contiguous",
+    device="cuda", seed=0,
+):  # fmt: skip
+    bits = MX[format].element.bits
+    K = -(-K // 4) * 4 if packed and bits < 8 else K  # what cannot be packed is refused
+    x = strided(sample((E, M, K) if E else (M, K), x_dtype, kind, device, seed), layout)
+    return dict(x=x, format=format, rule=rule, packed=packed)
+
+
+@op(
+    reference=reference, check=check, inputs=inputs, tol=0.0,
+    domain=dict(
+        M=(0, 1, 3, 5, 13), K=(1, 16, 33, 64, 100, 272), E=(0, 1, 3), format=tuple(MX), rule=(None, *MX_RULES),
+        packed=(False, True), x_dtype=FLOAT_INPUTS, kind=KINDS,
+        layout=("contiguous", "rows", "offset", "transposed"),
+    ),
+    kernels=dict(mx=Kernel(_mx_kernel)),
+    configs=configs, key=key, cost=cost, cases={
+        f"{name}/{format}": case
+        for format in ("mxfp4", "mxfp8_e4m3", "mxfp6_e2m3")
+        for name, case in activation_cases(format=format).items()
+    },
+)  # fmt: skip
+def quantize_mx(
+    x: Tensor, format: str = "mxfp4", rule: str | None = None, packed: bool = True, *, config: Config
+) -> tuple[Tensor, Tensor]:
+    """Quantize rows to a microscaling format, one power of two for every 32 columns.
+
+    Args:
+        x: (M, K) or (E, M, K), fp32, bf16 or fp16, any strides.
+        format: "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4" or "mxint8".
+        rule: how the scale is rounded: "floor", "ceil", "even" or "rceil"; None takes the one that the format's
+            ecosystem uses (`formats.MX`).
+        packed: FP4 two codes to a byte, FP6 four to three bytes; False: one code to a byte. The other formats have
+            one in any case.
+
+    Returns:
+        codes, contiguous: fp8 of x's shape; int8 of x's shape; or uint8, (..., K / 2) for packed FP4 and (..., 3 K / 4)
+        for packed FP6. And scale, (..., cdiv(K, 32)) uint8 e8m0; value = element * 2^(scale - 127).
+
+    Raises:
+        ValueError: dtype, rank, format or rule does not fit, K is 0, or K is no multiple of what is packed together
+            (2 for FP4, 4 for FP6).
+    """
+    mx = MX[format]
+    rule = rule or mx.rule
+    *lead, M, K = x.shape
+    packed = packed and mx.element.bits < 8
+    width = K * mx.element.bits // 8 if packed else K
+    codes = torch.empty((*lead, M, width), dtype=mx.element.dtype, device=x.device)
+    groups = triton.cdiv(K, MX_BLOCK)
+    scale = torch.empty((*lead, M, groups), dtype=torch.uint8, device=x.device)
+    if x.numel() == 0:
+        return codes, scale
+    E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(groups, config["GROUPS"])
+    _mx_kernel[(tiles, E)](
+        x, codes.view(torch.uint8) if codes.dtype in FP8 else codes, scale,
+        M, K, stride_xe, x.stride(-2), x.stride(-1),
+        BLOCK=MX_BLOCK, CLAMP=rule in ("floor", "even"), PACKED=packed, WORDS=K % 16 == 0,
+        **scale_constants(mx, rule), **element_constants(mx.element, of(x.device)),
+        enable_fp_fusion=False, **config,
+    )  # fmt: skip
+    return codes, scale
