@@ -250,7 +250,9 @@ def _signature_without_config(launcher: Callable[..., Any]) -> inspect.Signature
     hints = typing.get_type_hints(launcher)
     signature = inspect.signature(launcher)
     kept = [p.replace(annotation=hints[n]) for n, p in signature.parameters.items() if n != "config"]
-    return signature.replace(parameters=kept, return_annotation=hints["return"])
+    returned = hints["return"]
+    # get_type_hints says NoneType, of which torch's schemas know nothing
+    return signature.replace(parameters=kept, return_annotation=None if returned is type(None) else returned)
 
 
 def _register(op: "Op[..., Any]") -> Callable[..., Any]:

@@ -4,6 +4,7 @@
 """
 
 import itertools
+from collections.abc import Callable
 
 import guarded
 import torch
@@ -72,9 +73,19 @@ def legal_configs(op: Op, args: dict) -> list[dict]:
     return [c for c in op.configs(**bound) if op.is_legal(c, bound, device)]
 
 
+def results(op: Op, call: Callable, args: dict) -> object:
+    """What a call gives back: its output, and for an op that writes in place the tensors that it wrote as well."""
+    out = call(**args)
+    if not op.mutates:
+        return out
+    outputs = () if out is None else out if isinstance(out, tuple) else (out,)
+    return (*outputs, *(args[n] for n in op.mutates if args[n] is not None))
+
+
 def check_reference(op: Op, case: dict) -> None:
-    args = make(op, case)
-    assert_close(op(**args), op.reference(**args), op.tolerance(op.bind(**args)))
+    # each side has arguments of its own: some ops write into them
+    args, theirs = make(op, case), make(op, case)
+    assert_close(results(op, op, args), results(op, op.reference, theirs), op.tolerance(op.bind(**args)))
     guarded.check()
 
 
@@ -85,15 +96,14 @@ def check_config(op: Op, case: dict, pick: int) -> None:
         by_kernel.setdefault(config.get("kernel", ""), []).append(config)
     configs = list(by_kernel.values())[pick % len(by_kernel)]  # as often the kernel with few candidates
     config = configs[pick // len(by_kernel) % len(configs)]
-    assert_close(
-        op.launch(**args, config=config), op.reference(**args), op.tolerance(op.bind(**args)), f"out of {config}"
-    )
+    theirs = make(op, case)
+    out = results(op, lambda **given: op.launch(**given, config=config), args)
+    assert_close(out, results(op, op.reference, theirs), op.tolerance(op.bind(**args)), f"out of {config}")
     guarded.check()
 
 
 def check_deterministic(op: Op, case: dict) -> None:
-    args = make(op, case)
-    assert_close(op(**args), op(**args), 0.0)
+    assert_close(results(op, op, make(op, case)), results(op, op, make(op, case)), 0.0)
 
 
 def check_without_fp8_units(op: Op, case: dict) -> None:
@@ -101,8 +111,8 @@ def check_without_fp8_units(op: Op, case: dict) -> None:
     args = make(op, case)
     with pretend("sm80"):
         try:
-            out = op(**args)
+            out = results(op, op, args)
         except NotImplementedError as error:
             assert "FP8" in str(error), error
             return
-    assert_close(out, op(**args), 0.0)
+    assert_close(out, results(op, op, make(op, case)), 0.0)
