@@ -59,6 +59,25 @@ def load_scale(ptrs, mask, E8M0: tl.constexpr):
 
 
 @triton.jit
+def add_scaled(
+    acc, a, b, sa_ptrs, sb_ptrs, mask_m, mask_n,
+    E8M0_A: tl.constexpr, E8M0_B: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """acc += (a @ b.T) * scale_a * scale_b for operands inside one group and block; ONE_B: one weight scale a tile."""
+    zero = tl.zeros(acc.shape, dtype=tl.int32 if INT8 else tl.float32)
+    part = accumulate(a, b, zero, SWAP, 0).to(tl.float32)
+    scale_a = load_scale(sa_ptrs, mask_m, E8M0_A)
+    if ONE_B:
+        scale_a *= load_scale(sb_ptrs, None, E8M0_B)
+        acc += part * (scale_a[None, :] if SWAP else scale_a[:, None])
+    else:
+        scale_b = load_scale(sb_ptrs, mask_n, E8M0_B)
+        both = scale_b[:, None] * scale_a[None, :] if SWAP else scale_a[:, None] * scale_b[None, :]
+        acc += part * both
+    return acc
+
+
+@triton.jit
 def finish(
     acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
     offs_m, offs_n, M, N, stride_sa, stride_sb, stride_za,

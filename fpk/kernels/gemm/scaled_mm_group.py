@@ -39,12 +39,11 @@ from fpk.formats import E8M0, FP8, decode
 from fpk.kernels._tile import tile_of
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
-    accumulate,
+    add_scaled,
     few_tokens,
     finish,
     fits_descriptors,
     load_k,
-    load_scale,
     parts_buffer,
     persistent_space,
     reduce_parts,
@@ -106,25 +105,6 @@ def check(
     expect_fp8_matmul("scaled_mm_group", a)
 
 
-@triton.jit
-def _add_scaled(
-    acc, a, b, sa_ptrs, sb_ptrs, mask_m, mask_n,
-    E8M0_A: tl.constexpr, E8M0_B: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, SWAP: tl.constexpr,
-):  # fmt: skip
-    """acc += (a @ b.T) * scale_a * scale_b for operands inside one group and block; ONE_B: one weight scale a tile."""
-    zero = tl.zeros(acc.shape, dtype=tl.int32 if INT8 else tl.float32)
-    part = accumulate(a, b, zero, SWAP, 0).to(tl.float32)
-    scale_a = load_scale(sa_ptrs, mask_m, E8M0_A)
-    if ONE_B:
-        scale_a *= load_scale(sb_ptrs, None, E8M0_B)
-        acc += part * (scale_a[None, :] if SWAP else scale_a[:, None])
-    else:
-        scale_b = load_scale(sb_ptrs, mask_n, E8M0_B)
-        both = scale_b[:, None] * scale_a[None, :] if SWAP else scale_a[:, None] * scale_b[None, :]
-        acc += part * both
-    return acc
-
-
 @triton.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "offset_n", "offset_k"])
 def _group_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
@@ -165,7 +145,7 @@ def _group_kernel(
             stop = tl.minimum(stop, K)
             a = load_k(a_rows, k, stop, BLOCK_K, False)
             b = load_k(b_rows, k, stop, BLOCK_K, False)
-            acc = _add_scaled(
+            acc = add_scaled(
                 acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, mask_m, mask_n,
                 E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
             )  # fmt: skip
@@ -175,7 +155,7 @@ def _group_kernel(
             a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
             b = load_k(b_rows, k, K, BLOCK_K, EVEN_K)
             block_k = (k + offset_k) // COLS if COLS > 0 else 0
-            acc = _add_scaled(
+            acc = add_scaled(
                 acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, mask_m, mask_n,
                 E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
             )  # fmt: skip
@@ -213,7 +193,7 @@ def _persistent_kernel(
             a = a_desc.load([m * BLOCK_M, k])
             b = b_desc.load([n * BLOCK_N, k])
             block_k = (k + offset_k) // COLS if COLS > 0 else 0
-            acc = _add_scaled(
+            acc = add_scaled(
                 acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, offs_m < M, offs_n < N,
                 E8M0_A, E8M0_B, INT8, ONE_B, False,
             )  # fmt: skip

@@ -165,7 +165,7 @@ def configs(ids: Tensor, **_: Any):
     if of(ids.device).arch == "cpu":  # the interpreter wants few programs
         yield Config(kernel="rank", BLOCK_R=64, CHUNK=64, num_warps=4)
     if R <= 4096:
-        yield Config(kernel="rank", BLOCK_R=16, CHUNK=256, num_warps=4)
+        yield Config(kernel="rank", BLOCK_R=16, CHUNK=128, num_warps=4)
     for step in (16, 4):
         yield Config(kernel="chunks", CHUNK=256 if R <= 65536 else 1024, STEP=step, num_warps=8)
     yield Config(kernel="rank", BLOCK_R=32, CHUNK=256, num_warps=8)  # any number of experts

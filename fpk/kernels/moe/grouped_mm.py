@@ -1,0 +1,192 @@
+"""grouped_mm: one matrix product per expert over rows sorted by expert, unquantized.
+
+    out[r, n] = sum_k a[r, k] * b[e(r), n, k]  (+ bias[e(r), n])        e(r): offs[e - 1] <= r < offs[e]
+
+Rows from offs[-1] on have no expert and become zeros, whatever they hold. fp32 accumulation, IEEE products for fp32
+operands, the bias added in fp32 before the single rounding. Quantized: grouped_scaled_mm, grouped_scaled_mm_group,
+grouped_mm_weight_only.
+
+Source: torch.nn.functional.grouped_mm, with weights (E, N, K) as in nn.Linear.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpk.check import FLOAT_INPUTS, expect_dtype
+from fpk.db import Config, bucket
+from fpk.device import Device, of
+from fpk.kernels.gemm._mm import accumulate, finish, load_k, stages_held, store_tile
+from fpk.kernels.moe._grouped import (
+    expect_grouped,
+    expert_bins,
+    expert_of_rows,
+    expert_tile,
+    grid,
+    grouped_tiles,
+    rows_per_expert,
+    store_zeros,
+)
+from fpk.kernels.moe._rows import row_ends
+from fpk.op import Cost, Kernel, op
+from fpk.samples import sample, strided
+from fpk.shapes import grouped_cases
+
+
+def reference(
+    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    expert = expert_of_rows(offs, a.shape[0])[:, None]
+    out = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
+    for e in range(b.shape[0]):
+        product = a.float() @ b[e].float().T
+        out = torch.where(expert == e, product if bias is None else product + bias[e].float(), out)
+    return out.to(out_dtype or a.dtype)
+
+
+def check(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, **_: Any) -> None:
+    expect_dtype("grouped_mm.a", a, *FLOAT_INPUTS)
+    expect_dtype("grouped_mm.b", b, a.dtype)
+    expect_grouped("grouped_mm", a, b, offs, bias, out_dtype or a.dtype)
+
+
+@triton.jit(do_not_specialize=["R", "E"])
+def _grouped_kernel(
+    a_ptr, b_ptr, bias_ptr, offs_ptr, out_ptr,
+    R, E, N, K,
+    stride_am, stride_be, stride_bn, stride_om, stride_bias,
+    IEEE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
+    if expert < E:
+        expert = expert.to(tl.int64)
+        offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
+        offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        # rows beyond the edge read the tile's first row: no mask in the loop, and the store drops them
+        a_rows = a_ptr + tl.where(offs_m < end, offs_m, first)[:, None] * stride_am
+        b_rows = b_ptr + expert * stride_be + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
+        if SWAP:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
+            b = load_k(b_rows, k, K, BLOCK_K, EVEN_K)
+            if IEEE:
+                if SWAP:
+                    acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+                else:
+                    acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            else:
+                acc = accumulate(a, b, acc, SWAP, 0)
+        if SWAP:
+            acc = tl.trans(acc)
+        bias_row = bias_ptr
+        if bias_ptr is not None:
+            bias_row = bias_ptr + expert * stride_bias
+        acc = finish(acc, None, None, bias_row, None, None, offs_m, offs_n, end, N, 0, 0, 0)
+        store_tile(out_ptr, acc, offs_m, offs_n, end, N, stride_om)
+    elif expert == E:
+        store_zeros(out_ptr, first, R, n, N, stride_om, BLOCK_M, BLOCK_N)
+
+
+def torch_grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """torch's own (CUTLASS on sm90): bf16, no bias; rows of no expert are left unwritten."""
+    if bias is not None or a.dtype is not torch.bfloat16 or out_dtype not in (None, torch.bfloat16):
+        raise NotImplementedError("torch grouped_mm: expected bf16 without a bias")
+    return torch._grouped_mm(a, b.transpose(1, 2), offs=offs)
+
+
+def configs(a: Tensor, b: Tensor, **_: Any):
+    rows = rows_per_expert(a, b)
+    if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
+        yield Config(kernel="tile", SWAP=False, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
+    if rows <= 32:
+        yield Config(kernel="tile", SWAP=True, BLOCK_M=max(16, rows), BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=4)
+    yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, num_warps=4, num_stages=3)
+    yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=2)
+    yield from grouped_tiles(rows, (32, 64, 128))
+
+
+def legal(config: Config, device: Device, a: Tensor, **_: Any) -> bool:
+    buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * a.element_size()
+    return buffers * stages_held(config, device) + 2048 <= device.shared_limit
+
+
+def key(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, **_: Any) -> dict[str, int | str]:
+    E, N, K = b.shape
+    return dict(
+        M=bucket(a.shape[0]), N=N, K=K, E=E, dtype=str(a.dtype), out_dtype=str(out_dtype or a.dtype),
+        bias=int(bias is not None),
+    )  # fmt: skip
+
+
+def cost(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, **_: Any) -> Cost:
+    (R, K), (E, N, _) = a.shape, b.shape
+    moved = (R * K + min(E, R) * N * K) * a.element_size() + R * N * (out_dtype or a.dtype).itemsize
+    return Cost(flops=2 * R * N * K, bytes=moved)
+
+
+def tolerance(a: Tensor, out_dtype: torch.dtype | None, **_: Any) -> float:
+    return {torch.bfloat16: 1.8e-3, torch.float16: 3e-4, torch.float32: 2e-6}[out_dtype or a.dtype] * 1.1
+
+
+def inputs(
+    *, M, N, K, E, dropped=0.0, spread="even", bias=False, dtype=torch.bfloat16, out_dtype=None, kind="normal",
+    layout="contiguous", device="cuda", seed=0,
+):  # fmt: skip
+    return dict(
+        a=strided(sample((M, K), dtype, kind, device, seed), layout),
+        b=strided(sample((E, N, K), dtype, "normal", device, seed + 1), layout),
+        offs=row_ends(M, E, dropped, spread, device, seed),
+        bias=sample((E, N), dtype, "normal", device, seed + 2) if bias else None, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+@op(
+    reference=reference, check=check, inputs=inputs, tol=tolerance,
+    domain=dict(
+        M=(0, 1, 5, 33, 70), N=(1, 16, 33, 80), K=(1, 64, 100, 128), E=(1, 3, 9), dropped=(0.0, 0.5, 1.0),
+        spread=("even", "skewed", "one"), bias=(False, True), dtype=FLOAT_INPUTS, out_dtype=(None, torch.float32),
+        kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
+    ),
+    kernels=dict(tile=Kernel(_grouped_kernel, matrix=True)),
+    configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(), baselines=dict(torch=torch_grouped_mm),
+)  # fmt: skip
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None, *,
+    config: Config,
+) -> Tensor:  # fmt: skip
+    """Multiply the rows of each expert by its weights.
+
+    Args:
+        a: (R, K) rows sorted by expert, bf16, fp16 or fp32, elements of a row contiguous.
+        b: (E, N, K) weights, same dtype as `a`, elements of a row contiguous.
+        offs: (E,) int32 on the device, not falling: the row after each expert's last. Experts may have no rows.
+        bias: (E, N) fp32, bf16 or fp16, or None; added in fp32 before the single rounding.
+        out_dtype: bf16, fp16 or fp32; None is a's type.
+
+    Returns:
+        (R, N) of out_dtype, accumulated in fp32; rows from offs[-1] on are zeros.
+
+    Raises:
+        ValueError: a shape, dtype or stride does not fit.
+    """
+    (R, K), (E, N, _) = a.shape, b.shape
+    out = torch.empty((R, N), dtype=out_dtype or a.dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    config = dict(config)
+    config.pop("kernel")
+    _grouped_kernel[grid(R, N, E, config)](
+        a, b, bias, offs, out,
+        R, E, N, K, a.stride(0), b.stride(0), b.stride(1), out.stride(0), 0 if bias is None else bias.stride(0),
+        IEEE=a.dtype is torch.float32, EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E), **config,
+    )  # fmt: skip
+    return out
