@@ -74,16 +74,17 @@ def narrow_codes(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexp
     The step between codes is 2^-MANTISSA of the power of two below the value, and constant below the smallest normal
     one. Adding a number whose last bit is that step rounds once, and leaves the count of steps in the lowest bits.
     """
-    bits = v.to(tl.int32, bitcast=True)
+    bits = v.to(tl.uint32, bitcast=True)
     magnitude = tl.minimum(tl.abs(v), MAX)
     power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.maximum(power, 2.0 ** (1 - BIAS))
-    step_of = tl.full(v.shape, 2.0 ** (23 - MANTISSA), tl.float32)
-    steps = tl.fma(power, step_of, magnitude).to(tl.int32, bitcast=True)
-    # the binade's first code, counted modulo the number of codes
-    first = (power.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((128 - BIAS) << MANTISSA)
     KEEP: tl.constexpr = (1 << (BITS - 1)) - 1
-    return ((steps + first) & KEEP) | ((bits >> (32 - BITS)) & (KEEP + 1))
+    # the rebased exponent is added as steps too, an even number of them, modulo the number of codes
+    REBASE: tl.constexpr = -((128 - BIAS) << MANTISSA) & KEEP
+    magic = tl.full(v.shape, (2.0**23 + REBASE) * 2.0**-MANTISSA, tl.float32)
+    steps = tl.fma(power, magic, magnitude).to(tl.uint32, bitcast=True)
+    code = steps + (power.to(tl.uint32, bitcast=True) >> (23 - MANTISSA))
+    return ((code & KEEP) | ((bits >> (32 - BITS)) & (KEEP + 1))).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -154,59 +155,55 @@ def split_pairs(pairs, WIDTH: tl.constexpr, HIGH_FIRST: tl.constexpr):
 
 
 @triton.jit
-def store_packed(rows, codes, first, mask_m, K, BITS: tl.constexpr, WORDS: tl.constexpr, HIGH_FIRST: tl.constexpr):
-    """Store codes [M, G, n], packed, into rows of bytes; block g starts at column first[g], and K columns exist.
+def store_packed(rows, codes, first, mask_m, width, BITS: tl.constexpr, WORDS: tl.constexpr, HIGH_FIRST: tl.constexpr):
+    """Store codes [M, G, n], packed, into rows of `width` bytes; block g starts at byte first[g].
 
     rows: uint8 pointers [M]. WORDS: rows start at multiples of 4 bytes and hold whole groups of 16 codes, which then
     leave as three words (6 bits, low first only).
     """
     N: tl.constexpr = codes.shape[2]
-    mask_m = mask_m[:, None, None]
     if BITS == 4:
-        cols = first[None, :, None] + tl.arange(0, N // 2)[None, None, :] * 2
-        packed = join_pairs(codes, 4, HIGH_FIRST)
-        tl.store(rows[:, None, None] + cols // 2, packed.to(tl.uint8), mask=mask_m & (cols < K))
+        at = first[:, None] + tl.arange(0, N // 2)[None, :]
+        mask = mask_m[:, None, None] & (at < width)[None, :, :]
+        tl.store(rows[:, None, None] + at[None, :, :], join_pairs(codes, 4, HIGH_FIRST).to(tl.uint8), mask=mask)
     else:
         quads = join_pairs(join_pairs(codes, 6, HIGH_FIRST), 12, HIGH_FIRST)  # 24 bits each
+        STEP: tl.constexpr = 12 if WORDS else 3
+        at = first[:, None] + tl.arange(0, N * 3 // 4 // STEP)[None, :] * STEP
+        mask = mask_m[:, None, None] & (at < width)[None, :, :]
+        ptrs = rows[:, None, None] + at[None, :, :]
         if WORDS:
             M: tl.constexpr = codes.shape[0]
             G: tl.constexpr = codes.shape[1]
             even, odd = tl.split(tl.reshape(quads, (M, G, N // 16, 2, 2)))
             q0, q2 = tl.split(even)
             q1, q3 = tl.split(odd)
-            cols = first[None, :, None] + tl.arange(0, N // 16)[None, None, :] * 16
-            words = (rows[:, None, None] + cols * 3 // 4).to(tl.pointer_type(tl.int32))
-            mask = mask_m & (cols < K)
+            words = ptrs.to(tl.pointer_type(tl.int32))
             tl.store(words, q0 | (q1 << 24), mask=mask)
             tl.store(words + 1, (q1 >> 8) | (q2 << 16), mask=mask)
             tl.store(words + 2, (q2 >> 16) | (q3 << 8), mask=mask)
         else:
-            cols = first[None, :, None] + tl.arange(0, N // 4)[None, None, :] * 4
-            bytes_ = rows[:, None, None] + cols * 3 // 4
-            mask = mask_m & (cols < K)
-            low, high = (bytes_ + 2, bytes_) if HIGH_FIRST else (bytes_, bytes_ + 2)
+            low, high = (ptrs + 2, ptrs) if HIGH_FIRST else (ptrs, ptrs + 2)
             tl.store(low, (quads & 255).to(tl.uint8), mask=mask)
-            tl.store(bytes_ + 1, ((quads >> 8) & 255).to(tl.uint8), mask=mask)
+            tl.store(ptrs + 1, ((quads >> 8) & 255).to(tl.uint8), mask=mask)
             tl.store(high, ((quads >> 16) & 255).to(tl.uint8), mask=mask)
 
 
 @triton.jit
-def load_packed(
-    rows, first, mask_m, K, stride_k, N: tl.constexpr, BITS: tl.constexpr, HIGH_FIRST: tl.constexpr
-):  # fmt: skip
-    """Codes [M, G, N] as int32 out of rows of packed bytes; 0 beyond K columns. The inverse of store_packed."""
-    mask_m = mask_m[:, None, None]
+def load_packed(rows, first, mask_m, width, stride, N: tl.constexpr, BITS: tl.constexpr, HIGH_FIRST: tl.constexpr):
+    """Codes [M, G, N] as int32 out of rows of `width` packed bytes; 0 beyond them. The inverse of store_packed."""
     if BITS == 4:
-        cols = first[None, :, None] + tl.arange(0, N // 2)[None, None, :] * 2
-        packed = tl.load(rows[:, None, None] + cols // 2 * stride_k, mask=mask_m & (cols < K), other=0)
+        at = first[:, None] + tl.arange(0, N // 2)[None, :]
+        mask = mask_m[:, None, None] & (at < width)[None, :, :]
+        packed = tl.load(rows[:, None, None] + (at * stride)[None, :, :], mask=mask, other=0)
         codes = split_pairs(packed.to(tl.int32), 4, HIGH_FIRST)
     else:
-        cols = first[None, :, None] + tl.arange(0, N // 4)[None, None, :] * 4
-        bytes_ = rows[:, None, None] + cols * 3 // 4 * stride_k
-        mask = mask_m & (cols < K)
-        b0 = tl.load(bytes_, mask=mask, other=0).to(tl.int32)
-        b1 = tl.load(bytes_ + stride_k, mask=mask, other=0).to(tl.int32)
-        b2 = tl.load(bytes_ + 2 * stride_k, mask=mask, other=0).to(tl.int32)
+        at = first[:, None] + tl.arange(0, N // 4)[None, :] * 3
+        mask = mask_m[:, None, None] & (at < width)[None, :, :]
+        ptrs = rows[:, None, None] + (at * stride)[None, :, :]
+        b0 = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
+        b1 = tl.load(ptrs + stride, mask=mask, other=0).to(tl.int32)
+        b2 = tl.load(ptrs + 2 * stride, mask=mask, other=0).to(tl.int32)
         if HIGH_FIRST:
             quads = (b0 << 16) | (b1 << 8) | b2
         else:

@@ -37,19 +37,20 @@ def check(codes: Tensor, order: str, **_: Any) -> None:
 @triton.jit(do_not_specialize=["M"])
 def _pack_kernel(
     codes_ptr, packed_ptr,
-    M, K,
+    M, K, width,
     stride_ce, stride_cm, stride_ck,
     HIGH_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(1).to(tl.int64)
     tiles_k = tl.cdiv(K, BLOCK_K)
     offs_m = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = (tl.program_id(0) % tiles_k).to(tl.int64) * BLOCK_K + tl.arange(0, 1)
-    cols = first[None, :, None] + tl.arange(0, BLOCK_K)[None, None, :]
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    cols = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, None, :]
     mask_m = offs_m < M
     ptrs = codes_ptr + e * stride_ce + offs_m[:, None, None] * stride_cm + cols * stride_ck
     codes = tl.load(ptrs, mask=mask_m[:, None, None] & (cols < K), other=0) & 15
-    store_packed(packed_ptr + (e * M + offs_m) * (K // 2), codes, first, mask_m, K, 4, False, HIGH_FIRST)
+    first = tile_k * (BLOCK_K * 4 // 8) + tl.arange(0, 1)
+    store_packed(packed_ptr + (e * M + offs_m) * width, codes, first, mask_m, width, 4, False, HIGH_FIRST)
 
 
 def configs(**_: Any):
@@ -103,7 +104,7 @@ def pack_fp4(codes: Tensor, order: str = "low_first", *, config: Config) -> Tens
     E, stride_ce = (codes.shape[0], codes.stride(0)) if codes.dim() == 3 else (1, 0)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(K, config["BLOCK_K"])
     _pack_kernel[(tiles, E)](
-        codes, packed, M, K, stride_ce, codes.stride(-2), codes.stride(-1),
+        codes, packed, M, K, packed.shape[-1], stride_ce, codes.stride(-2), codes.stride(-1),
         HIGH_FIRST=order == "high_first", **config,
     )  # fmt: skip
     return packed

@@ -34,18 +34,19 @@ def check(packed: Tensor, order: str, **_: Any) -> None:
 @triton.jit(do_not_specialize=["M"])
 def _unpack_kernel(
     packed_ptr, codes_ptr,
-    M, K,
+    M, K, width,
     stride_pe, stride_pm, stride_pk,
     HIGH_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(1).to(tl.int64)
     tiles_k = tl.cdiv(K, BLOCK_K)
     offs_m = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = (tl.program_id(0) % tiles_k).to(tl.int64) * BLOCK_K + tl.arange(0, 1)
+    tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
+    first = tile_k * (BLOCK_K * 4 // 8) + tl.arange(0, 1)
     mask_m = offs_m < M
     rows = packed_ptr + e * stride_pe + offs_m * stride_pm
-    codes = load_packed(rows, first, mask_m, K, stride_pk, BLOCK_K, 4, HIGH_FIRST)
-    cols = first[None, :, None] + tl.arange(0, BLOCK_K)[None, None, :]
+    codes = load_packed(rows, first, mask_m, width, stride_pk, BLOCK_K, 4, HIGH_FIRST)
+    cols = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, None, :]
     ptrs = codes_ptr + (e * M + offs_m)[:, None, None] * K + cols
     tl.store(ptrs, codes.to(tl.uint8), mask=mask_m[:, None, None] & (cols < K))
 
@@ -101,7 +102,7 @@ def unpack_fp4(packed: Tensor, order: str = "low_first", *, config: Config) -> T
     E, stride_pe = (packed.shape[0], packed.stride(0)) if packed.dim() == 3 else (1, 0)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(K, config["BLOCK_K"])
     _unpack_kernel[(tiles, E)](
-        packed, codes, M, K, stride_pe, packed.stride(-2), packed.stride(-1),
+        packed, codes, M, K, packed.shape[-1], stride_pe, packed.stride(-2), packed.stride(-1),
         HIGH_FIRST=order == "high_first", **config,
     )  # fmt: skip
     return codes

@@ -90,7 +90,7 @@ def check(x: Tensor, format: str, rule: str | None, packed: bool, **_: Any) -> N
 @triton.jit(do_not_specialize=["M"])
 def _mx_kernel(
     x_ptr, codes_ptr, scale_ptr,
-    M, K,
+    M, K, width,
     stride_xe, stride_xm, stride_xk,
     BLOCK: tl.constexpr, ADDEND: tl.constexpr, EMAX: tl.constexpr, CLAMP: tl.constexpr, PACKED: tl.constexpr,
     WORDS: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr,
@@ -103,24 +103,25 @@ def _mx_kernel(
     offs_m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_g = (tl.program_id(0) % tiles).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     mask_m = offs_m < M
-    cols = offs_g[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    cols = (offs_g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])[None, :, :]
     mask = mask_m[:, None, None] & (cols < K)
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None, None] * stride_xm + cols * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
 
     largest = largest_magnitude(x)  # [BLOCK_M, GROUPS]
     amax = largest.to(tl.float32, bitcast=True)
-    odd = any_odd(largest)
-    if odd:
+    if any_odd(largest):  # values leave the branch, not codes: triton 3.6 mixes up bytes that do
         amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))
-    byte = scale_byte(amax, ADDEND, EMAX)
-    v = scaled(x, reciprocal_of_scale(byte), largest > 0)
-    if odd:  # values leave the branch, not codes: triton 3.6 mixes up bytes that do
+        byte = scale_byte(amax, ADDEND, EMAX)
+        v = scaled(x, reciprocal_of_scale(byte), largest > 0)
         v = tl.where(v != v, 0.0, v) if BITS < 8 else clamp_to(v, -MAX, MAX)
+    else:
+        byte = scale_byte(amax, ADDEND, EMAX)
+        v = scaled(x, reciprocal_of_scale(byte), largest > 0)
     codes = element_codes(v, CLAMP, BITS, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     rows = e * M + offs_m
     if PACKED:
-        store_packed(codes_ptr + rows * (K * BITS // 8), codes, offs_g * BLOCK, mask_m, K, BITS, WORDS, False)
+        store_packed(codes_ptr + rows * width, codes, offs_g * (BLOCK * BITS // 8), mask_m, width, BITS, WORDS, False)
     else:
         codes_ptrs = codes_ptr + rows[:, None, None] * K + cols
         tl.store(codes_ptrs, codes.to(codes_ptr.dtype.element_ty), mask=mask)
@@ -130,7 +131,7 @@ def _mx_kernel(
 
 def configs(x: Tensor, **_: Any):
     rows = 8 if x.shape[-2] > 4 else 1
-    yield Config(BLOCK_M=rows, GROUPS=64 // rows, num_warps=4)
+    yield Config(BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)  # 32 elements a thread
     for (rows, groups), warps in itertools.product(
         ((1, 32), (1, 64), (1, 128), (2, 32), (2, 64), (4, 8), (4, 16), (4, 32), (8, 8), (16, 4), (32, 2)), (2, 4, 8)
     ):
@@ -209,7 +210,7 @@ def quantize_mx(
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(groups, config["GROUPS"])
     _mx_kernel[(tiles, E)](
         x, codes.view(torch.uint8) if codes.dtype in FP8 else codes, scale,
-        M, K, stride_xe, x.stride(-2), x.stride(-1),
+        M, K, width, stride_xe, x.stride(-2), x.stride(-1),
         BLOCK=MX_BLOCK, CLAMP=rule in ("floor", "even"), PACKED=packed, WORDS=K % 16 == 0,
         **scale_constants(mx, rule), **element_constants(mx.element, of(x.device)),
         enable_fp_fusion=False, **config,
