@@ -1,4 +1,4 @@
-"""What `quantize_` tells its caller: a report that prints in a terminal and in a notebook."""
+"""What `quantize_` and `calibrate` tell: reports that print as tables, in a terminal and in a notebook."""
 
 import html
 from collections.abc import Sequence
@@ -37,9 +37,7 @@ class QuantizeReport:
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with a row per layer: layer, status, scheme, shape, bytes_before, bytes_after, reason."""
-        import pandas
-
-        return pandas.DataFrame(self._rows(), columns=list(_COLUMNS))
+        return frame(_COLUMNS, self._rows())
 
     def summary(self) -> str:
         """One line."""
@@ -49,18 +47,11 @@ class QuantizeReport:
         )
 
     def __str__(self) -> str:
-        rows = [tuple(map(str, row)) for row in self._rows()]
-        widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [_COLUMNS, *rows]]
-        return "\n".join([self.summary(), *lines, *self._complaints()])
+        return "\n".join([self.summary(), *text_table(_COLUMNS, self._rows()), *self._complaints()])
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[object], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"
-
-        body = "".join(row(r, "td") for r in self._rows())
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._complaints())
-        return f"<p>{html.escape(self.summary())}</p><table>{row(_COLUMNS, 'th')}{body}</table>{notes}"
+        return html_table(self.summary(), _COLUMNS, self._rows()) + notes
 
     def _rows(self) -> list[tuple[object, ...]]:
         return [
@@ -71,6 +62,30 @@ class QuantizeReport:
 
     def _complaints(self) -> list[str]:
         return [f"ignore pattern {p!r} matches no module" for p in self.unmatched]
+
+
+def frame(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Any:
+    """A pandas DataFrame; pandas is needed by nothing else here."""
+    import pandas
+
+    return pandas.DataFrame(rows, columns=list(columns))
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a table, the headings first."""
+    cells = [tuple(columns), *(tuple(map(str, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def html_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A paragraph and a table below it."""
+
+    def row(cells: Sequence[object], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"
+
+    body = "".join(row(r, "td") for r in rows)
+    return f"<p>{html.escape(title)}</p><table>{row(columns, 'th')}{body}</table>"
 
 
 def _bytes(count: int) -> str:

@@ -12,10 +12,13 @@ from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, expect_valid_scale, fp8_dtype
-from fpk.formats import E4M3FN, E8M0, FP8, INT8, Format, Granularity, Scheme, scheme_of
+from fpk.formats import E4M3FN, E8M0, FP8, INT8, SCHEMES, Format, Granularity, Scheme, scheme_of
 from fpk.op import OPS, Op
 
 __all__ = ["LayerScheme", "Quantized", "mm", "parse_layer_scheme", "quantize"]
+
+STATIC = "_static"
+"""What the name of static activations ends with."""
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_OPTIONS = ("x", "scale", "zero_point")
@@ -112,6 +115,7 @@ def quantize(
     *,
     scale: Tensor | float | None = None,
     zero_point: Tensor | None = None,
+    check: bool = True,
     **options: Any,
 ) -> Quantized:
     """Quantize a matrix, or a stack of matrices, by a scheme's name.
@@ -122,6 +126,7 @@ def quantize(
         scale: None to take it from the data; else the static scale, one element per group of the scheme's granularity,
             fp32, bf16 or fp16. For a single matrix, schemes with one scale also take a float or any one element.
         zero_point: int32 of scale's shape, with a static int8 scale only.
+        check: whether to check a static scale's values, which waits for the device. False where that was done before.
         options: passed to the op that quantizes, for example `scale_ub`, `num_valid_tokens`, `qmin`, or `dtype` for
             another FP8 type than the device's e4m3.
 
@@ -136,7 +141,8 @@ def quantize(
     expect_dtype("quantize.x", x, *FLOAT_INPUTS)
     if scale is not None:
         given = _static_scale(scale, scheme, x)
-        expect_valid_scale("quantize.scale", given)
+        if check:
+            expect_valid_scale("quantize.scale", given)
         return _quantize_static(x, scheme, given, zero_point, options)
     if zero_point is not None:
         raise ValueError("quantize.zero_point: expected None without a static scale, got a tensor")
@@ -216,19 +222,31 @@ def mm(
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """Schemes of a layer's weights and of its activations (None: left as they are), written "weights:activations"."""
+    """Schemes of a layer's weights and of its activations (None: left as they are), written "weights:activations".
+
+    `static` says that the activations' scale is fixed beforehand, from a calibration, instead of taken from the data of
+    each call. It is no scheme of its own, since codes and scale mean the same; its name is that of the activations with
+    "_static" behind it.
+    """
 
     weight: Scheme
     activation: Scheme | None
+    static: bool = False
+
+    @property
+    def activation_name(self) -> str:
+        """What stands behind the colon: "none", "fp8_token", "fp8_tensor_static"."""
+        return f"{self.activation}{STATIC}" if self.static else str(self.activation or "none")
 
     def __str__(self) -> str:
-        return f"{self.weight}:{self.activation or 'none'}"
+        return f"{self.weight}:{self.activation_name}"
 
 
 def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
     """Read a layer scheme: "w:a", "w:none" for weight-only, or "w" with the activations that go with it.
 
-    "fp8_channel" alone is "fp8_channel:fp8_token".
+    "fp8_channel" alone is "fp8_channel:fp8_token". Activations may be "fp8_tensor_static" or "int8_tensor_static": one
+    scale for all, fixed by `fpk.calibrate`.
 
     Raises:
         ValueError: a part is no scheme, or the pair has no product.
@@ -240,13 +258,22 @@ def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
     if not weight.activation:
         raise ValueError(f"scheme {text!r}: {weight} has no product as weights, expected a scheme without zero points")
     second = second.strip() if colon else weight.activation
-    activation = None if second == "none" else scheme_of(second)
+    static = second.endswith(STATIC)
+    if static and second not in static_schemes():
+        raise ValueError(f"scheme {text!r}: expected static activations {' or '.join(static_schemes())}, got {second}")
+    activation = None if second == "none" else scheme_of(second.removesuffix(STATIC))
     if activation is not None:
         if (activation.format is INT8) != (weight.format is INT8):
             raise ValueError(f"scheme {text!r}: {activation} activations have no product with {weight} weights")
         if activation.granularity.rows > 1:
             raise ValueError(f"scheme {text!r}: {activation} shares scales between tokens, expected one per token")
-    return LayerScheme(weight, activation)
+    return LayerScheme(weight, activation, static)
+
+
+def static_schemes() -> list[str]:
+    """Names of static activations: of each scheme that has one scale for the whole tensor and no zero point."""
+    one_scale = (s for s in SCHEMES.values() if s.granularity.rows < 0 and s.granularity.cols < 0)
+    return [f"{s}{STATIC}" for s in one_scale if "zero_point" not in s.outputs]
 
 
 def plain_bytes(codes: Tensor) -> Tensor:

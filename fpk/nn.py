@@ -3,6 +3,8 @@
     report = fpk.quantize_(model, "fp8_channel", ignore=["re:.*down_proj"])
     with fpk.quantized(model, "int8_channel"):
         ...
+    ranges = fpk.calibrate(model, batches)
+    fpk.quantize_(model, "fp8_channel:fp8_tensor_static", calibration=ranges)
 
 The layers compose `fpk.quantize` and `fpk.mm`; they are forward only.
 """
@@ -11,179 +13,29 @@ import contextlib
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fpk._calibration import Calibration, LayerRange, few
+from fpk._linear import QuantizedLinear, dtype_name
 from fpk._report import LayerReport, QuantizeReport
-from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, plain_bytes, quantize
-from fpk.check import FLOAT_INPUTS, expect_dtype, expect_valid_scale
-from fpk.formats import FP8, INT8
+from fpk.api import LayerScheme, parse_layer_scheme
+from fpk.check import FLOAT_INPUTS
+from fpk.kernels.quant.amax import amax
 from fpk.methods.base import Attention, Linear, RoutedExperts
 
 __all__ = [
-    "Attention", "LayerReport", "Linear", "QuantizeReport", "QuantizedLinear", "RoutedExperts", "quantize_",
-    "quantized",
+    "Attention", "Calibration", "LayerRange", "LayerReport", "Linear", "QuantizeReport", "QuantizedLinear",
+    "RoutedExperts", "calibrate", "quantize_", "quantized",
 ]  # fmt: skip
 
 Filter = Callable[[nn.Module, str], bool]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class QuantizedLinear(nn.Module):
-    """A linear layer with quantized weights: y = x @ weight.T + bias, forward only.
-
-    Buffers: `weight` (N, K) codes, `weight_scale` of the scheme's granularity, `bias` (N,) or None. They keep their
-    dtypes when the module is cast (`.half()`, `.to(torch.bfloat16)`), the bias excepted, and follow it between devices.
-    For activations with zero points there is `colsum` too, the sums of the codes' rows; it is not in the state dict.
-
-    Args:
-        weight: (N, K), as `fpk.quantize` gives it.
-        activation: scheme that x is quantized with at every call; None leaves x as it is (weight-only).
-        bias: (N,) or None.
-
-    Raises:
-        ValueError: weight is no matrix, or the two schemes have no product.
-    """
-
-    weight: Tensor
-    weight_scale: Tensor
-    bias: Tensor | None
-    colsum: Tensor | None
-
-    def __init__(self, weight: Quantized, activation: str | None = None, bias: Tensor | None = None) -> None:
-        super().__init__()
-        if weight.codes.dim() != 2 or weight.zero_point is not None or weight.global_scale is not None:
-            raise ValueError(f"QuantizedLinear.weight: expected an (N, K) matrix with one scale tensor, got {weight!r}")
-        scheme = parse_layer_scheme(f"{weight.scheme}:{activation or 'none'}")
-        self.out_features, self.in_features = weight.codes.shape
-        self.weight_scheme = weight.scheme
-        self.activation_scheme = activation
-        # decided here, so that a traced forward looks no device up
-        same_format = scheme.activation is not None and scheme.activation.format is scheme.weight.format
-        self._options: dict[str, Any] = (
-            {"dtype": weight.codes.dtype} if same_format and weight.codes.dtype in FP8 else {}
-        )
-        self.register_buffer("weight", weight.codes)
-        self.register_buffer("weight_scale", weight.scale)
-        self.register_buffer("bias", None if bias is None else bias.detach())
-        self.register_buffer("colsum", None, persistent=False)
-        if scheme.activation is not None and "zero_point" in scheme.activation.outputs:
-            self.colsum = weight.codes.sum(1, dtype=torch.int32)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, scheme: str | LayerScheme, name: str = "linear") -> "QuantizedLinear":
-        """Quantize the weights of `linear`; `name` is how errors call it.
-
-        Raises:
-            ValueError: weights without data or finite scale, or of a dtype that cannot be quantized.
-        """
-        pair = parse_layer_scheme(scheme)
-        weight = linear.weight.detach()
-        if weight.is_meta:
-            raise ValueError(f"{name}.weight: expected a tensor with data, got one on the meta device")
-        expect_dtype(f"{name}.weight", weight, *FLOAT_INPUTS)
-        options: dict[str, Any] = {"qmin": -127} if pair.weight.format is INT8 else {}
-        codes = quantize(weight, pair.weight, **options)
-        if codes.scale.dtype is torch.float32:
-            expect_valid_scale(f"{name}.weight_scale", codes.scale)
-        made = cls(codes, pair.activation.name if pair.activation else None, linear.bias)
-        return made.train(linear.training)
-
-    @property
-    def scheme(self) -> str:
-        """The layer scheme, "weights:activations"."""
-        return f"{self.weight_scheme}:{self.activation_scheme or 'none'}"
-
-    @property
-    def quantized_weight(self) -> Quantized:
-        return Quantized(self.weight, self.weight_scale, self.weight_scheme, check=False)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights that the layer multiplies by, (N, K)."""
-        return self.quantized_weight.dequantize(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., K) bf16, fp16 or fp32 -> (..., N) in x's dtype.
-
-        Raises:
-            ValueError: x has another last dimension or dtype, or needs a gradient.
-        """
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "QuantizedLinear.x: expected a tensor that needs no gradient (forward only: use torch.no_grad() or "
-                "torch.inference_mode()), got requires_grad=True"
-            )
-        expect_dtype("QuantizedLinear.x", x, *FLOAT_INPUTS)
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"QuantizedLinear.x: expected (..., {self.in_features}), got {tuple(x.shape)}")
-        rows = x.reshape(-1, self.in_features)
-        activations: Tensor | Quantized = rows
-        if self.activation_scheme is not None:
-            activations = quantize(rows, self.activation_scheme, **self._options)
-        out = mm(activations, self.quantized_weight, self.bias, out_dtype=x.dtype, colsum=self.colsum)
-        return out.reshape(*x.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"scheme={self.scheme}, weight={_dtype(self.weight)} {tuple(self.weight.shape)}, "
-            f"weight_scale={_dtype(self.weight_scale)} {tuple(self.weight_scale.shape)}"
-        )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
-        """Move codes and scales with the module, but never cast them: codes of another dtype are other numbers."""
-        kept = {id(self.weight), id(self.weight_scale)}
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if id(tensor) in kept and moved.dtype != tensor.dtype:
-                moved = tensor.to(moved.device)
-            return moved
-
-        return cast(QuantizedLinear, super()._apply(move, recurse))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy, with the codes as plain bytes."""
-        state = self.__dict__.copy()
-        state["_buffers"] = self._buffers | {"weight": plain_bytes(self.weight)}
-        state["_codes_dtype"] = self.weight.dtype
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        dtype = state.pop("_codes_dtype")
-        super().__setstate__(state)
-        self.weight = self.weight.view(dtype)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        """Refuse weights of another dtype (copying would cast them) and scales that cannot be."""
-        wrong = []
-        for name in ("weight", "weight_scale"):
-            value = state_dict.get(prefix + name)
-            if value is None:
-                continue
-            if value.dtype != getattr(self, name).dtype:
-                wrong.append(f"{prefix}{name}: expected {_dtype(getattr(self, name))}, got {_dtype(value)}")
-            elif name == "weight_scale" and value.dtype is torch.float32 and not value.is_meta:
-                try:
-                    expect_valid_scale(prefix + name, value)
-                except ValueError as error:
-                    wrong.append(str(error))
-        if wrong:
-            error_msgs.extend(wrong)
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if self.colsum is not None and not self.weight.is_meta:
-            self.colsum = self.weight.sum(1, dtype=torch.int32)
 
 
 def quantize_(
@@ -192,6 +44,7 @@ def quantize_(
     ignore: Sequence[str] = (),
     filter: Filter | None = None,
     lm_head: bool = False,
+    calibration: Calibration | None = None,
 ) -> QuantizeReport:
     """Replace the `nn.Linear` layers of a model by `QuantizedLinear`, in place, one after the other.
 
@@ -203,22 +56,25 @@ def quantize_(
     Args:
         model: any module that holds `nn.Linear` layers.
         scheme: layer scheme, see `fpk.parse_layer_scheme`: "fp8_channel" quantizes activations per token as well,
-            "fp8_tensor:none" the weights only.
+            "fp8_tensor:none" the weights only, "fp8_channel:fp8_tensor_static" the activations by one fixed scale.
         ignore: layers to leave alone, by full name: exact ("model.layers.0.mlp.up_proj", or a module that holds
             layers), with wildcards ("*.mlp.*"), or as a regular expression that matches from the start
             ("re:.*down_proj").
             Patterns that match nothing are warned about and reported.
         filter: called as filter(module, name) with every layer that is left; False leaves it alone.
         lm_head: quantize the output layer too.
+        calibration: what `calibrate` found, for static activations only. It has a range for every layer that is
+            quantized, and names no layer that the model has not.
 
     Returns:
         A report that prints: layers changed, layers left alone and why, bytes before and after.
 
     Raises:
-        ValueError: unknown scheme, a pattern that is no regular expression, a model that is itself a linear layer, or
-            weights that cannot be quantized (layers before that one stay quantized).
+        ValueError: unknown scheme, a pattern that is no regular expression, a model that is itself a linear layer, a
+            calibration that is missing, superfluous or of another model, or weights that cannot be quantized (layers
+            before that one stay quantized).
     """
-    return _quantize(model, parse_layer_scheme(scheme), ignore, filter, lm_head, None)
+    return _quantize(model, parse_layer_scheme(scheme), _Choice(ignore, filter, lm_head), calibration, None)
 
 
 @contextlib.contextmanager
@@ -228,35 +84,143 @@ def quantized(
     ignore: Sequence[str] = (),
     filter: Filter | None = None,
     lm_head: bool = False,
+    calibration: Calibration | None = None,
 ) -> Iterator[QuantizeReport]:
     """Quantize a model's linear layers inside the block, as `quantize_` does, and put the old ones back after it."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
-        yield _quantize(model, parse_layer_scheme(scheme), ignore, filter, lm_head, replaced)
+        yield _quantize(model, parse_layer_scheme(scheme), _Choice(ignore, filter, lm_head), calibration, replaced)
     finally:
         for parent, attribute, original in reversed(replaced):
             setattr(parent, attribute, original)
 
 
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    scheme: str | LayerScheme | None = None,
+    ignore: Sequence[str] = (),
+    filter: Filter | None = None,
+    lm_head: bool = False,
+) -> Calibration:
+    """Run a model over batches and record the largest finite magnitude of each linear layer's activations.
+
+    The model is run as it is, in eval mode and without gradients; nothing of it is changed. What is recorded serves
+    every static scheme: "fp8_tensor_static" and "int8_tensor_static" activations.
+
+    Args:
+        model: unquantized; layers that are quantized already are passed over.
+        batches: what the model takes: a tensor, a mapping of keyword arguments, or a tuple or list of positional ones.
+            Where a mapping has an "attention_mask" (B, T), activations (B, T, K) count only where it is not 0.
+        scheme: the layer scheme that the calibration is meant for, to be told beforehand if it needs none; None to
+            leave that open.
+        ignore, filter, lm_head: which layers, as for `quantize_`.
+
+    Returns:
+        A range for each layer that `quantize_` would replace; prints, saves and loads.
+
+    Raises:
+        ValueError: the model has no layer to quantize or is one itself, no batch or one of another kind, a layer that
+            no batch reached or that saw no finite value, or a scheme without static activations.
+    """
+    if scheme is not None and not parse_layer_scheme(scheme).static:
+        raise ValueError(f"calibrate.scheme: expected static activations, got {parse_layer_scheme(scheme)}")
+    names = _layers(model, _Choice(ignore, filter, lm_head), QuantizeReport(""), "calibrate")
+    if not names:
+        raise ValueError("calibrate.model: expected linear layers to quantize, found none")
+    observers = {name: _Observer(cast(nn.Linear, model.get_submodule(name))) for name in names}
+    training = [module for module in model.modules() if module.training]
+    count = 0
+    try:
+        model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                count += 1
+                mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+                for observer in observers.values():
+                    observer.mask = mask
+                _run(model, batch)
+    finally:
+        for observer in observers.values():
+            observer.handle.remove()
+        for module in training:
+            module.training = True
+    if not count:
+        raise ValueError("calibrate.batches: expected at least one batch, got none")
+    idle = [name for name, observer in observers.items() if not observer.tokens]
+    if idle:
+        raise ValueError(f"calibrate.batches: expected tokens for every layer, none reached {few(idle)}")
+    blind = [name for name, observer in observers.items() if not observer.saw_finite]
+    if blind:
+        raise ValueError(f"calibrate.batches: expected finite activations, {few(blind)} saw only NaN and Inf")
+    return Calibration({name: observer.range for name, observer in observers.items()}, count)
+
+
+class _Observer:
+    """Watches the input of one layer. The maximum stays on the device until it is asked for."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.shape = tuple(layer.weight.shape)
+        self.mask: Tensor | None = None
+        self.tokens = 0
+        self._amax: Tensor | None = None
+        self._finite: Tensor | None = None
+        self.handle = layer.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        x = args[0] if args else kwargs["input"]
+        rows = x.reshape(-1, x.shape[-1])
+        if self.mask is not None and self.mask.shape == x.shape[:-1]:
+            rows = rows[self.mask.reshape(-1) != 0]
+        self.tokens += rows.shape[0]
+        found, finite = amax(rows), rows.isfinite().any()
+        found = torch.where(found.isfinite(), found, 0.0)  # Inf: of a batch that held nothing else
+        self._amax = found if self._amax is None else torch.maximum(self._amax, found)
+        self._finite = finite if self._finite is None else self._finite | finite
+
+    @property
+    def saw_finite(self) -> bool:
+        return self._finite is not None and bool(self._finite)
+
+    @property
+    def range(self) -> LayerRange:
+        assert self._amax is not None
+        return LayerRange(self._amax.item(), self.tokens, self.shape)
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Tensor):
+        model(batch)
+    elif isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch)
+    else:
+        raise ValueError(f"calibrate.batches: expected tensors, mappings, tuples or lists, got {type(batch).__name__}")
+
+
 def _quantize(
     model: nn.Module,
     scheme: LayerScheme,
-    ignore: Sequence[str],
-    filter: Filter | None,
-    lm_head: bool,
+    choice: "_Choice",
+    calibration: Calibration | None,
     replaced: list[tuple[nn.Module, str, nn.Module]] | None,
 ) -> QuantizeReport:
-    if isinstance(model, nn.Linear):
-        raise ValueError(f"quantize_.model: expected a module that holds linear layers, got {type(model).__name__}")
     report = QuantizeReport(str(scheme), bytes_before=_model_bytes(model))
-    patterns = _Patterns(ignore)
-    names = _layers(model, _Skips(model, patterns, filter, lm_head), report)
-    report.unmatched = patterns.unmatched([n for n, _ in model.named_modules() if n])
+    names = _layers(model, choice, report, "quantize_")
     for pattern in report.unmatched:
         warnings.warn(f"quantize_: ignore pattern {pattern!r} matches no module", stacklevel=3)
+    if scheme.static and calibration is None:
+        raise ValueError(f"quantize_.calibration: expected one for {scheme} (fpk.calibrate), got None")
+    if calibration is not None:
+        if not scheme.static:
+            raise ValueError(f"quantize_.calibration: expected None for {scheme}, got a calibration")
+        shapes = {name: tuple(cast(nn.Linear, model.get_submodule(name)).weight.shape) for name in names}
+        calibration.expect_fits(names, {r.name: r.shape for r in report.skipped} | shapes)
     for name in names:
         linear = cast(nn.Linear, model.get_submodule(name))
-        made = QuantizedLinear.from_linear(linear, scheme, name)
+        input_amax = calibration.layers[name].amax if calibration is not None else None
+        made = QuantizedLinear.from_linear(linear, scheme, name, input_amax)
         # one layer may stand in several places
         places = [(m, key) for m in model.modules() for key, child in m._modules.items() if child is linear]
         before = _module_bytes(linear)
@@ -299,11 +263,20 @@ def _matcher(pattern: str) -> Callable[[str], object]:
     return lambda name: name == pattern or name.startswith(f"{pattern}.")
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """Which layers a caller wants."""
+
+    ignore: Sequence[str]
+    filter: Filter | None
+    lm_head: bool
+
+
 class _Skips:
     """Why a layer is left alone."""
 
-    def __init__(self, model: nn.Module, patterns: _Patterns, filter: Filter | None, lm_head: bool) -> None:
-        self._patterns, self._filter, self._lm_head = patterns, filter, lm_head
+    def __init__(self, model: nn.Module, patterns: _Patterns, choice: _Choice) -> None:
+        self._patterns, self._filter, self._lm_head = patterns, choice.filter, choice.lm_head
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self._output = output if isinstance(output, nn.Module) else None
         self._owners: dict[int, list[str]] = {}
@@ -330,14 +303,19 @@ class _Skips:
         if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in _HOOKS):
             return "has hooks"
         if module.weight.dtype not in FLOAT_INPUTS:
-            return f"weight is {_dtype(module.weight)}"
+            return f"weight is {dtype_name(module.weight)}"
         if self._filter is not None and not self._filter(module, name):
             return "refused by filter"
         return ""
 
 
-def _layers(model: nn.Module, skips: _Skips, report: QuantizeReport) -> list[str]:
-    """Names of the layers to quantize; the others go into the report."""
+def _layers(model: nn.Module, choice: _Choice, report: QuantizeReport, caller: str) -> list[str]:
+    """Names of the layers to quantize; the others, and patterns without a match, go into the report."""
+    if isinstance(model, nn.Linear):
+        raise ValueError(f"{caller}.model: expected a module that holds linear layers, got {type(model).__name__}")
+    patterns = _Patterns(choice.ignore)
+    skips = _Skips(model, patterns, choice)
+    report.unmatched = patterns.unmatched([n for n, _ in model.named_modules() if n])
     names = []
     for name, module in model.named_modules():
         stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
@@ -362,7 +340,3 @@ def _module_bytes(module: nn.Module) -> int:
 def _model_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones once."""
     return sum({id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

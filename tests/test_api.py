@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fpk
-from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
+from fpk.api import Quantized, mm, parse_layer_scheme, quantize
 from fpk.check import FLOAT_INPUTS, assert_close, bits, rel_error
 from fpk.formats import SCHEMES
 
@@ -110,6 +110,15 @@ def test_static_scale_of_a_matrix(scale, device):
     q = quantize(x, "fp8_tensor", scale=scale.to(device) if isinstance(scale, Tensor) else scale)
     assert q.scale.shape == (1, 1) and q.scale.dtype is torch.float32
     assert q.codes.float().tolist() == [[2.0, -6.0, 448.0], [0.5, 0.0, -4.0]]
+
+
+def test_a_static_scale_is_checked_unless_that_was_done(device):
+    x, bad = torch.ones(1, 4, device=device), torch.zeros(1, 1, device=device)
+    with pytest.raises(ValueError, match=r"quantize.scale: expected finite positive scales, got 0.0"):
+        quantize(x, "fp8_tensor", scale=bad)
+    assert quantize(x, "fp8_tensor", scale=bad, check=False).codes.float().tolist() == [[448.0] * 4]
+    with pytest.raises(ValueError, match=r"quantize.scale: expected \(1, 1\)"):
+        quantize(x, "fp8_tensor", scale=bad.expand(1, 2), check=False)
 
 
 def test_static_scale_of_rows(device):
@@ -319,38 +328,6 @@ def test_mm_refuses():
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match=r"mm.qw: weights with zero points"):
         mm(quantize(x, "int8_token"), zero_points)
-
-
-# ---- schemes ---------------------------------------------------------------
-def test_every_scheme_names_an_op_and_its_activations():
-    assert fpk.list_schemes() == list(SCHEMES)
-    for scheme in SCHEMES.values():
-        assert scheme.quantizer in fpk.OPS, scheme.name
-        if scheme.name in ASYMMETRIC:
-            with pytest.raises(ValueError, match="no product as weights"):
-                parse_layer_scheme(scheme.name)
-            continue
-        pair = parse_layer_scheme(scheme.name)
-        assert pair.weight is scheme
-        assert str(parse_layer_scheme(str(pair))) == str(pair)
-
-
-def test_layer_schemes():
-    assert parse_layer_scheme("fp8_channel") == LayerScheme(SCHEMES["fp8_channel"], SCHEMES["fp8_token"])
-    assert parse_layer_scheme("fp8_tensor") == LayerScheme(SCHEMES["fp8_tensor"], SCHEMES["fp8_token"])
-    assert parse_layer_scheme("fp8_tensor : fp8_tensor").activation is SCHEMES["fp8_tensor"]
-    assert parse_layer_scheme("int8_channel:none") == LayerScheme(SCHEMES["int8_channel"], None)
-    assert str(parse_layer_scheme("int8_channel")) == "int8_channel:int8_token"
-    for text, message in (
-        ("fp8_chanel", "got 'fp8_chanel'"),
-        ("fp8_channel:", "got ''"),
-        ("fp8_channel:fp8", "got 'fp8'"),
-        ("none", "got 'none'"),
-        ("fp8_channel:int8_token", "int8_token activations have no product with fp8_channel weights"),
-        ("int8_channel:fp8_token", "fp8_token activations have no product with int8_channel weights"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            parse_layer_scheme(text)
 
 
 # ---- torch.compile, import -------------------------------------------------

@@ -81,6 +81,7 @@ def test_any_leading_dimensions(device):
     x = randn(6, 64).to(device)
     whole = layer(x)
     assert_close(layer(x[3]), whole[3], 0.0)
+    assert_close(layer(input=x), whole, 0.0)
     assert_close(layer(x.reshape(2, 1, 3, 64)), whole.reshape(2, 1, 3, 48), 0.0)
     assert layer(x[:0]).shape == (0, 48)
     assert_close(layer(x.T.contiguous().T), whole, 0.0)
@@ -326,13 +327,15 @@ def test_repr(device):
 def test_layer_refuses(device):
     layer = QuantizedLinear.from_linear(nn.Linear(64, 48).to(device), "fp8_channel")
     x = torch.zeros(2, 64, device=device)
-    with pytest.raises(ValueError, match=r"QuantizedLinear.x: expected a tensor that needs no gradient"):
+    with pytest.raises(ValueError, match=r"QuantizedLinear.input: expected a tensor that needs no gradient"):
         layer(x.clone().requires_grad_())
     with torch.no_grad():
         layer(x.clone().requires_grad_())
-    with pytest.raises(ValueError, match=r"QuantizedLinear.x: expected \(..., 64\), got \(2, 63\)"):
+    with pytest.raises(ValueError, match=r"QuantizedLinear.input: expected \(..., 64\), got \(2, 63\)"):
         layer(x[:, 1:])
-    with pytest.raises(ValueError, match=r"QuantizedLinear.x: expected float32 or bfloat16 or float16, got float64"):
+    with pytest.raises(
+        ValueError, match=r"QuantizedLinear.input: expected float32 or bfloat16 or float16, got float64"
+    ):
         layer(x.double())
     with pytest.raises(ValueError, match=r"QuantizedLinear.weight: expected an \(N, K\) matrix"):
         QuantizedLinear(fpk.quantize(x[None], "fp8_channel"))

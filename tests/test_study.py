@@ -6,7 +6,7 @@ import math
 import pandas as pd
 import pytest
 import torch
-import torch.nn.functional as F
+from plain_study import FakeLinear, fake_by_name, plain_perplexity, plain_ranges
 from torch import nn
 
 import fpk
@@ -58,87 +58,9 @@ def text(subject):
     return load_text(subject, "pydoc", sequences=4, length=48)
 
 
-# ---- plain PyTorch
-
-
-def fake(x, kind, rows, cols, floor):
-    """Codes as fp32, and their scale, one per rows x cols elements (-1: all), as something that broadcasts to them."""
-    n, k = x.shape
-    rows, cols = (n if rows < 0 else rows), (k if cols < 0 else cols)
-    padded = F.pad(x.float(), (0, -k % cols, 0, -n % rows))
-    tiles = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
-    amax = tiles.abs().amax((1, 3), keepdim=True)
-    largest = torch.tensor(127.0 if kind == "int8" else 448.0, device=x.device)  # torch turns division by a number
-    if kind == "int8":  # into a product on some devices
-        scale = amax.clamp(min=floor) / largest
-        codes = (tiles / scale).round().clamp(-128, 127)
-    else:
-        scale = (amax / largest).clamp(min=1 / (512 * 448)) if floor is None else amax.clamp(min=floor) / largest
-        codes = (tiles / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    scale = scale.expand_as(tiles).reshape(padded.shape)[:n, :k]
-    return codes.reshape(padded.shape)[:n, :k], scale
-
-
-FAKES = {
-    "fp8_tensor": ("fp8", -1, -1, None),
-    "fp8_token": ("fp8", 1, -1, None),
-    "fp8_channel": ("fp8", 1, -1, None),
-    "fp8_group128": ("fp8", 1, 128, 1e-10),
-    "fp8_block128": ("fp8", 128, 128, 1e-4),
-    "int8_tensor": ("int8", -1, -1, 1e-10),
-    "int8_token": ("int8", 1, -1, 1e-10),
-    "int8_channel": ("int8", 1, -1, 1e-10),
-}
-
-
-def fake_by_name(x, scheme):
-    if scheme == "none":
-        return x.float(), torch.ones((), device=x.device).expand(x.shape)
-    if scheme in FAKES:
-        return fake(x, *FAKES[scheme])
-    values = fpk.quantize(x, scheme).dequantize(torch.float32)  # formats that torch itself cannot round to
-    return values, torch.ones((), device=x.device).expand(x.shape)
-
-
-class FakeLinear(nn.Module):
-    """Scales that are constant along K multiply the product, others the codes.
-
-    The two are equal but for fp32 rounding. That much is enough to flip roundings of the next layer's activations, and
-    after thirty layers perplexities differ by half a percent; so the order is the one that W8A8 products have.
-    """
-
-    def __init__(self, linear, weights, activations):
-        super().__init__()
-        self.codes, self.scale = fake_by_name(linear.weight, weights)
-        self.bias, self.activations = linear.bias, activations
-        self.after = all(name == "none" or FAKES.get(name, (0, 0, 0))[2] == -1 for name in (weights, activations))
-
-    def forward(self, x):
-        codes, scale = fake_by_name(x.reshape(-1, x.shape[-1]), self.activations)
-        if self.after:
-            out = codes @ self.codes.T * scale[:, :1] * self.scale[:, :1].T
-        else:
-            out = (codes * scale) @ (self.codes * self.scale).T
-        out = out if self.bias is None else out + self.bias.float()
-        return out.to(x.dtype).view(*x.shape[:-1], -1)
-
-
-def plain_perplexity(model, tokens, scheme):
-    """Perplexity with every linear layer but the output layer replaced."""
-    weights, _, activations = scheme.partition(":")
-    replaced = []
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            parent, _, attribute = name.rpartition(".")
-            replaced.append((model.get_submodule(parent), attribute, module))
-            setattr(model.get_submodule(parent), attribute, FakeLinear(module, weights, activations))
-    try:
-        with torch.inference_mode():
-            logits = model(input_ids=tokens).logits[:, :-1].float()
-        return math.exp(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
-    finally:
-        for parent, attribute, module in replaced:
-            setattr(parent, attribute, module)
+@pytest.fixture(scope="module")
+def ranges(subject, text):
+    return plain_ranges(subject.model, text.rest)
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +81,10 @@ def skip_if_no_op(study, scheme):
 
 
 @pytest.mark.parametrize("scheme", layer_schemes())
-def test_perplexity_equals_plain_fake_quantization(subject, text, study, scheme):
+def test_perplexity_equals_plain_fake_quantization(subject, text, study, ranges, scheme):
     skip_if_no_op(study, scheme)
     with torch.inference_mode():
-        expected = plain_perplexity(subject.model, text.tokens, scheme)
+        expected = plain_perplexity(subject.model, text.tokens, scheme, ranges)
     row = study.perplexity.set_index("scheme").loc[scheme]
     assert row["perplexity"] == pytest.approx(expected, rel=1e-3)
     unquantized = study.perplexity.set_index("scheme").loc[BASELINE, "perplexity"]
@@ -171,7 +93,7 @@ def test_perplexity_equals_plain_fake_quantization(subject, text, study, scheme)
 
 
 @pytest.mark.parametrize("scheme", layer_schemes())
-def test_layer_errors_equal_plain_fake_quantization(subject, text, study, scheme):
+def test_layer_errors_equal_plain_fake_quantization(subject, text, study, ranges, scheme):
     skip_if_no_op(study, scheme)
     weights, _, activations = scheme.partition(":")
     rows = study.layers[study.layers["scheme"] == scheme].set_index("layer")
@@ -190,7 +112,8 @@ def test_layer_errors_equal_plain_fake_quantization(subject, text, study, scheme
             noise = (codes * scale - weight).double()
             sqnr_db = float(10 * torch.log10(weight.double().square().sum() / noise.square().sum()))
             assert rows.loc[name, "sqnr_db"] == pytest.approx(sqnr_db, abs=1e-3)
-            out, exact = FakeLinear(linear, weights, activations)(seen[0]).float(), seen[0].float() @ weight.T
+            out = FakeLinear(linear, weights, activations, ranges[name])(seen[0]).float()
+            exact = seen[0].float() @ weight.T
             assert rows.loc[name, "rel_err"] == pytest.approx(float((out - exact).norm() / exact.norm()), rel=1e-3)
             assert (rows.loc[name, "M"], rows.loc[name, "N"], rows.loc[name, "K"]) == (32, *weight.shape)
 
@@ -208,7 +131,8 @@ def test_bytes_are_counted_by_hand(study):
 @pytest.mark.parametrize(
     ("scheme", "percent"),
     [("fp8_tensor:fp8_token", 0.9), ("fp8_channel:fp8_token", 1.9), ("int8_channel:int8_token", 2.1),
-     ("fp8_block128:fp8_group128", 2.8), ("fp8_tensor:none", 0.1), ("int8_channel:none", 0.4)],
+     ("fp8_block128:fp8_group128", 2.8), ("fp8_tensor:none", 0.1), ("int8_channel:none", 0.4),
+     ("fp8_channel:fp8_tensor_static", None), ("int8_channel:int8_token_asymmetric", None)],
 )  # fmt: skip
 def test_whole_model_loses_what_was_measured_before(scheme, percent):
     subject = whole_model()
@@ -217,10 +141,15 @@ def test_whole_model_loses_what_was_measured_before(scheme, percent):
     skip_if_no_op(study, scheme)
     table = study.perplexity.set_index("scheme")
     assert table.loc[BASELINE, "perplexity"] == pytest.approx(25.33, rel=2e-3)
-    assert table.loc[scheme, "delta_pct"] == pytest.approx(percent, abs=1.5)
+    if percent is not None:
+        assert table.loc[scheme, "delta_pct"] == pytest.approx(percent, abs=1.5)
+    static = scheme.endswith("_static")
+    ids = [{"input_ids": row[None]} for row in text.rest]
+    calibration = fpk.calibrate(subject.model, ids) if static else None
+    ranges = plain_ranges(subject.model, text.rest) if static else {}
     with torch.inference_mode():
-        expected = plain_perplexity(subject.model, text.tokens[:2], scheme)
-        with fpk.quantized(subject.model, scheme):
+        expected = plain_perplexity(subject.model, text.tokens[:2], scheme, ranges)
+        with fpk.quantized(subject.model, scheme, calibration=calibration):
             assert measure.perplexity(subject.model, text.tokens[:2]) == pytest.approx(expected, rel=1e-3)
 
 
@@ -258,7 +187,30 @@ def test_a_new_scheme_is_studied_without_another_edit(monkeypatch):
     monkeypatch.setitem(SCHEMES, "fp8_group64", new)
     assert set(layer_schemes()) - set(before) == {"fp8_group64:fp8_token", "fp8_group64:none"}
     assert len(set(before)) == len(before)
-    assert not any(s.startswith(("fp8_token", "int8_token")) or "asymmetric" in s for s in before)
+    assert not any(s.startswith(("fp8_token", "int8_token")) for s in before)
+    parts = {part for s in before for part in s.split(":")}
+    assert parts >= set(fpk.list_schemes()) | {"fp8_tensor_static", "int8_tensor_static", "none"}
+    assert {"int8_channel:int8_token_asymmetric", "fp8_tensor:fp8_tensor_static"} <= set(before)
+
+
+def test_static_activations_are_calibrated_on_other_tokens(subject, text, study, tmp_path):
+    assert text.rest.shape == (2, 48) and study.calibration_tokens == 96
+    assert text.rest[0].tolist() == load_text(subject, "pydoc", 5, 48).tokens[4].tolist()
+    write_report(study, tmp_path)
+    assert "96 tokens that follow" in json.loads((tmp_path / "provenance.json").read_text())["static activations"]
+    bare = Text("bare", text.tokens[:1], "0")
+    without = run_study(subject, [bare], ["fp8_channel:fp8_tensor_static", "fp8_channel"], capture_tokens=8)
+    table = without.schemes.set_index("scheme")
+    assert "no text is left to calibrate on" in table.loc["fp8_channel:fp8_tensor_static", "note"]
+    assert table.loc["fp8_channel:fp8_token", "rel_err"] > 0 and without.calibration_tokens == 0
+
+
+def test_a_text_that_ends_leaves_fewer_tokens_to_calibrate_on(subject, tmp_path):
+    ids = subject.encode("one two three four " * 16)
+    (tmp_path / "short.txt").write_text("one two three four " * 16)
+    length = len(ids) // 5
+    assert load_text(subject, tmp_path / "short.txt", 4, length).rest.shape == (1, length)
+    assert load_text(subject, tmp_path / "short.txt", 5, length).rest.shape == (0, length)
 
 
 def test_a_scheme_that_cannot_run_here_is_a_row_with_a_note(subject, text, monkeypatch):

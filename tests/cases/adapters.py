@@ -285,6 +285,10 @@ def online_per_tensor_on_two_ranks(i):
 
 @adapter("B78")
 def online_fused(i):
+    """By a scale a row, "per part" at its finest.
+
+    Fp8PerTensorOnlineLinearMethod cannot pass, by its definition: it keeps one scale (1,) for all shards and ranks.
+    """
     return online("Fp8PtpcOnlineLinearMethod", i["w"], widths=i["widths"]).dequantize()
 
 
