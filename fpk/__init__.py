@@ -3,6 +3,7 @@
     q = fpk.quantize(x, "fp8_token")                  # a tensor, by a scheme's name
     y = fpk.mm(q, fpk.quantize(w, "fp8_channel"))     # (M, K) x (N, K) -> (M, N)
     report = fpk.quantize_(model, "fp8_channel")      # the linear layers of a model, in place
+    ranges = fpk.calibrate(model, batches)            # for static activations: "fp8_channel:fp8_tensor_static"
     fpk.OPS["scaled_mm"]                              # every op by name
 
 Public names are imported when they are first touched: `import fpk` reads no table, touches no GPU, imports no triton.
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
     from fpk.db import use
     from fpk.formats import list_schemes
-    from fpk.nn import QuantizedLinear, quantize_, quantized
+    from fpk.nn import Calibration, QuantizedLinear, calibrate, quantize_, quantized
     from fpk.op import OPS
 
 __version__ = "0.1.0"
@@ -28,7 +29,9 @@ _NAMES = {
     "parse_layer_scheme": "fpk.api",
     "quantize": "fpk.api",
     "list_schemes": "fpk.formats",
+    "Calibration": "fpk.nn",
     "QuantizedLinear": "fpk.nn",
+    "calibrate": "fpk.nn",
     "quantize_": "fpk.nn",
     "quantized": "fpk.nn",
     "use": "fpk.db",
@@ -36,8 +39,8 @@ _NAMES = {
 _MODULES = ("api", "check", "db", "device", "formats", "kernels", "methods", "nn", "op", "samples", "shapes", "tune")
 
 __all__ = [
-    "OPS", "LayerScheme", "Quantized", "QuantizedLinear", "list_schemes", "mm", "parse_layer_scheme", "quantize",
-    "quantize_", "quantized", "use",
+    "OPS", "Calibration", "LayerScheme", "Quantized", "QuantizedLinear", "calibrate", "list_schemes", "mm",
+    "parse_layer_scheme", "quantize", "quantize_", "quantized", "use",
 ]  # fmt: skip
 
 

@@ -254,7 +254,7 @@ def study(
     scheme: Annotated[
         list[str] | None, typer.Option(help="Layer scheme, 'weights:activations'; may be repeated. Default: all.")
     ] = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of each text; of pydoc by default a third.")] = 6,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of each text; of pydoc by default a third.")] = 4,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
     out: Annotated[Path | None, typer.Option(help="Directory for tables, plots and index.html.")] = None,
     ignore: Annotated[
