@@ -49,7 +49,10 @@ LAYERS = {
     "db": _layer(" ".join(BASE), "torch platformdirs"),
 }
 # private modules that serve one layer only
-PRIVATE = {"_db_": "db", "cli_": "cli", "__main__": "cli", "_report": "report"}
+PRIVATE = {
+    "_db_": "db", "cli_": "cli", "__main__": "cli", "_report": "report", "_linear": "nn", "_calibration": "nn",
+    "_saving": "nn", "checkpoint": "nn",
+}  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [f for f in FILES if f != PACKAGE / "__init__.py"]
