@@ -54,7 +54,7 @@ def expect_granularity(what: str, rows: int, cols: int) -> None:
 
 def expect_inner_contiguous(what: str, tensor: Tensor) -> None:
     """Rows may lie anywhere, but the elements of a row must be neighbours."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel() > 0:
         raise ValueError(
             f"{what}: expected stride 1 along the last dimension, got strides {_spell(tensor.stride())} "
             f"(pass a contiguous tensor)"

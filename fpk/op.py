@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpk import db
-from fpk.check import expect_same_device
+from fpk.check import expect_inner_contiguous, expect_same_device
 from fpk.db import Config
 from fpk.device import INTERPRETING, Device, of, pretended
 
@@ -167,6 +167,9 @@ class Op(Generic[P, R]):
     def _validate(self, bound: dict[str, Any]) -> None:
         expect_same_device(self.name, {n: v for n, v in bound.items() if isinstance(v, Tensor)})
         self.check(**bound)
+        for name, value in bound.items():  # kernels take the strides of matrices, a vector's elements are neighbours
+            if isinstance(value, Tensor) and value.dim() == 1:
+                expect_inner_contiguous(f"{self.name}.{name}", value)
 
     def _choose(self, bound: dict[str, Any]) -> Config:
         device = self._device(bound)
@@ -217,6 +220,9 @@ class Op(Generic[P, R]):
                 self._memo.clear()
             self._memo[memo_key] = config
         if not INTERPRETING and device is not None and device.type == "cpu":
+            if torch.is_autocast_enabled("cpu"):  # a kernel knows nothing of it, a reference would lose its fp32 sums
+                with torch.autocast("cpu", enabled=False):
+                    return self.reference(**bound)  # type: ignore[call-arg]
             return self.reference(**bound)  # type: ignore[call-arg]
         return self._launch_on_device(bound, config, device)
 

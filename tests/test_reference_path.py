@@ -1,0 +1,50 @@
+"""CPU tensors outside the interpreter: ops run their references, whatever modes of torch surround the call."""
+
+import os
+import subprocess
+import sys
+
+AUTOCAST = """
+import torch
+import fpk
+
+SCHEMES = {"int8_channel": "int8_token", "fp8_channel": "fp8_token", "fp8_block128": "fp8_group128"}
+torch.manual_seed(0)
+x, w = torch.randn(16, 256, dtype=torch.bfloat16), torch.randn(64, 256, dtype=torch.bfloat16)
+layer = torch.nn.Sequential(torch.nn.Linear(256, 64)).bfloat16()
+fpk.quantize_(layer, "int8_channel")
+for scheme, activation in SCHEMES.items():
+    qw = fpk.quantize(w, scheme)
+    for a in (x, fpk.quantize(x, activation)):
+        plain = fpk.mm(a, qw, out_dtype=torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(fpk.mm(a, qw, out_dtype=torch.float32), plain), (scheme, type(a))
+with torch.no_grad():
+    plain = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), plain)
+"""
+
+EMPTY = """
+import torch
+import fpk
+
+weight = fpk.quantize(torch.randn(8, 16), "fp8_channel")
+none = torch.empty(0, 16, dtype=torch.bfloat16).as_strided((0, 16), (0, 0))  # as torch.from_numpy gives them
+assert fpk.mm(none, weight).shape == (0, 8)
+"""
+
+
+def run(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_autocast_changes_no_number():
+    run(AUTOCAST)
+
+
+def test_no_rows_with_any_strides():
+    run(EMPTY)
