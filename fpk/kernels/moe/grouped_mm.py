@@ -63,12 +63,12 @@ def _grouped_kernel(
 ):  # fmt: skip
     expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
     if expert < E:
-        expert = expert.to(tl.int64)
+        e = expert.to(tl.int64)
         offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
         offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         # rows beyond the edge read the tile's first row: no mask in the loop, and the store drops them
         a_rows = a_ptr + tl.where(offs_m < end, offs_m, first)[:, None] * stride_am
-        b_rows = b_ptr + expert * stride_be + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
+        b_rows = b_ptr + e * stride_be + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
         if SWAP:
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         else:
@@ -87,7 +87,7 @@ def _grouped_kernel(
             acc = tl.trans(acc)
         bias_row = bias_ptr
         if bias_ptr is not None:
-            bias_row = bias_ptr + expert * stride_bias
+            bias_row = bias_ptr + e * stride_bias
         acc = finish(acc, None, None, bias_row, None, None, offs_m, offs_n, end, N, 0, 0, 0)
         store_tile(out_ptr, acc, offs_m, offs_n, end, N, stride_om)
     elif expert == E:

@@ -1,0 +1,226 @@
+"""grouped_scaled_mm: one product of quantized matrices per expert, scales constant along K.
+
+    out[r, n] = scale_a[r] * scale_b[e(r), n] * sum_k a[r, k] * b[e(r), n, k]  (+ bias[e(r), n])
+
+e(r) is the expert of row r: offs[e - 1] <= r < offs[e]. Rows from offs[-1] on have no expert and become zeros, whatever
+they hold. Each operand's scale is per row or one for all by itself: per token or tensor for `a`, per channel or matrix
+for `b`. For one expert this is scaled_mm. FP8 products accumulate in fp32, INT8 products exactly in int32. A static
+activation scale per expert is a factor of scale_b.
+
+Source: the W8A8 experts of vLLM (`fused_moe_kernel`), whose scales follow from each operand alone here.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpk.check import expect_dtype, expect_fp8_matmul, expect_shape
+from fpk.db import Config, bucket
+from fpk.device import Device, of
+from fpk.formats import FP8
+from fpk.kernels.gemm._mm import accumulate, finish, load_k, stages_held, store_tile
+from fpk.kernels.moe._grouped import (
+    expect_grouped,
+    expert_bins,
+    expert_of_rows,
+    expert_tile,
+    grid,
+    grouped_tiles,
+    rows_per_expert,
+    store_zeros,
+)
+from fpk.kernels.moe._rows import row_ends
+from fpk.op import Cost, Kernel, op
+from fpk.samples import sample, scales, strided
+from fpk.shapes import grouped_cases
+
+
+def reference(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
+    (R, K), (E, N, _) = a.shape, b.shape
+    expert = expert_of_rows(offs, R)[:, None]
+    out = torch.zeros((R, N), dtype=torch.float32, device=a.device)
+    for e in range(E):
+        if a.dtype is torch.int8:  # 1024 products of at most 2^14 sum exactly in fp32
+            starts = range(0, max(K, 1), 1024)
+            pieces = [(a[:, k : k + 1024].float() @ b[e, :, k : k + 1024].float().T).long() for k in starts]
+            acc = sum(pieces[1:], pieces[0]).float()
+        else:
+            acc = a.float() @ b[e].float().T
+        product = acc * scale_a * scale_b[e].T
+        out = torch.where(expert == e, product if bias is None else product + bias[e].float(), out)
+    return out.to(out_dtype)
+
+
+def check(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None,
+    out_dtype: torch.dtype, **_: Any,
+) -> None:  # fmt: skip
+    expect_dtype("grouped_scaled_mm.a", a, *FP8, torch.int8)
+    expect_dtype("grouped_scaled_mm.b", b, a.dtype)
+    expect_grouped("grouped_scaled_mm", a, b, offs, bias, out_dtype)
+    (R, K), (E, N, _) = a.shape, b.shape
+    expect_shape("grouped_scaled_mm.scale_a", scale_a, (R, 1), (1, 1))
+    expect_shape("grouped_scaled_mm.scale_b", scale_b, (E, N, 1), (E, 1, 1))
+    for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b)):
+        expect_dtype(f"grouped_scaled_mm.{name}", tensor, torch.float32)
+    if a.dtype is torch.int8 and K > 65536:
+        raise NotImplementedError(f"grouped_scaled_mm.a: int8 sums are exact in int32 up to K = 65536, got K = {K}")
+    expect_fp8_matmul("grouped_scaled_mm", a)
+
+
+@triton.jit(do_not_specialize=["R", "E", "stride_sa"])
+def _grouped_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, offs_ptr, out_ptr,
+    R, E, N, K,
+    stride_am, stride_be, stride_bn, stride_om, stride_sa, stride_sbe, stride_sbn, stride_bias,
+    INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
+    if expert < E:
+        e = expert.to(tl.int64)
+        offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
+        offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        # rows beyond the edge read the tile's first row: no mask in the loop, and the store drops them
+        a_rows = a_ptr + tl.where(offs_m < end, offs_m, first)[:, None] * stride_am
+        b_rows = b_ptr + e * stride_be + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
+        if SWAP:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32 if INT8 else tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if INT8 else tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
+            b = load_k(b_rows, k, K, BLOCK_K, EVEN_K)
+            acc = accumulate(a, b, acc, SWAP, PROMOTE)
+        if SWAP:
+            acc = tl.trans(acc)
+        bias_row = bias_ptr
+        if bias_ptr is not None:
+            bias_row = bias_ptr + e * stride_bias
+        out = finish(
+            acc, scale_a_ptr, scale_b_ptr + e * stride_sbe, bias_row, None, None,
+            offs_m, offs_n, end, N, stride_sa, stride_sbn, 0,
+        )  # fmt: skip
+        store_tile(out_ptr, out, offs_m, offs_n, end, N, stride_om)
+    elif expert == E:
+        store_zeros(out_ptr, first, R, n, N, stride_om, BLOCK_M, BLOCK_N)
+
+
+def configs(a: Tensor, b: Tensor, **_: Any):
+    rows = rows_per_expert(a, b)
+    if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
+        yield Config(kernel="tile", SWAP=False, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
+    if rows <= 32:
+        yield Config(
+            kernel="tile", SWAP=True, BLOCK_M=max(16, rows), BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4
+        )
+    yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=128, BLOCK_K=128, num_warps=4, num_stages=3)
+    yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
+    yield from grouped_tiles(rows, (64, 128, 256))
+
+
+def legal(config: Config, device: Device, **_: Any) -> bool:
+    buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages_held(config, device)
+    return buffers + 2048 <= device.shared_limit
+
+
+def key(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    fast_accum: bool, **_: Any,
+) -> dict[str, int | str]:  # fmt: skip
+    E, N, K = b.shape
+    return dict(
+        M=bucket(a.shape[0]), N=N, K=K, E=E, dtype=str(a.dtype), out_dtype=str(out_dtype),
+        a="tensor" if scale_a.shape[0] == 1 else "token", b="tensor" if scale_b.shape[1] == 1 else "channel",
+        bias=int(bias is not None), fast_accum=int(fast_accum),
+    )  # fmt: skip
+
+
+def cost(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **_: Any) -> Cost:
+    (R, K), (E, N, _) = a.shape, b.shape
+    moved = R * K + min(E, R) * N * K + R * N * out_dtype.itemsize + 4 * (scale_a.numel() + scale_b.numel())
+    return Cost(flops=2 * R * N * K, bytes=moved)
+
+
+def tolerance(a: Tensor, out_dtype: torch.dtype, fast_accum: bool, **_: Any) -> float:
+    if a.dtype is torch.int8:
+        return 0.0  # exact sums, and the same fp32 operations in the same order
+    rounding = {torch.bfloat16: 1.8e-3, torch.float16: 3e-4, torch.float32: 1e-6}[out_dtype]
+    # what the tensor cores of sm90 lose inside 128 products, and without promotion over all of K
+    lost = 0.0 if a.device.type == "cpu" else (3.5e-3 if fast_accum else 3e-4)
+    return (rounding**2 + lost**2) ** 0.5 * 1.1
+
+
+def inputs(
+    *, M, N, K, E, dropped=0.0, spread="even", a_granularity="token", b_granularity="channel", bias=False,
+    fast_accum=False, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal", layout="contiguous",
+    device="cuda", seed=0,
+):  # fmt: skip
+    return dict(
+        a=strided(sample((M, K), dtype, kind, device, seed), layout),
+        b=strided(sample((E, N, K), dtype, "normal", device, seed + 1), layout),
+        scale_a=scales((M if a_granularity == "token" else 1, 1), device, seed + 2),
+        scale_b=scales((E, N if b_granularity == "channel" else 1, 1), device, seed + 3),
+        offs=row_ends(M, E, dropped, spread, device, seed),
+        bias=sample((E, N), out_dtype, "normal", device, seed + 4) if bias else None,
+        out_dtype=out_dtype, fast_accum=fast_accum,
+    )  # fmt: skip
+
+
+@op(
+    reference=reference, check=check, inputs=inputs, tol=tolerance,
+    domain=dict(
+        M=(0, 1, 5, 33, 70), N=(1, 16, 33, 80), K=(0, 1, 64, 100, 128), E=(1, 3, 9), dropped=(0.0, 0.5, 1.0),
+        spread=("even", "skewed", "one"), a_granularity=("token", "tensor"), b_granularity=("channel", "tensor"),
+        bias=(False, True), fast_accum=(False, True), dtype=(torch.float8_e4m3fn, torch.int8, torch.float8_e5m2),
+        out_dtype=(torch.bfloat16, torch.float16, torch.float32), kind=("normal", "zeros", "zero_rows"),
+        layout=("contiguous", "rows", "offset"),
+    ),
+    kernels=dict(tile=Kernel(_grouped_kernel, matrix=True)),
+    configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
+)  # fmt: skip
+def grouped_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False, *, config: Config,
+) -> Tensor:  # fmt: skip
+    """Multiply the quantized rows of each expert by its quantized weights, scales constant along K.
+
+    Args:
+        a: (R, K) codes sorted by expert, an fp8 type or int8, elements of a row contiguous.
+        b: (E, N, K) weight codes, same dtype as `a`, elements of a row contiguous.
+        scale_a: (R, 1) per token or (1, 1) per tensor, fp32; value = code * scale.
+        scale_b: (E, N, 1) per channel or (E, 1, 1) per matrix, fp32.
+        offs: (E,) int32 on the device, not falling: the row after each expert's last. Experts may have no rows.
+        bias: (E, N) fp32, bf16 or fp16, or None; added in fp32 after scaling.
+        out_dtype: bf16, fp16 or fp32.
+        fast_accum: let FP8 tensor cores accumulate by themselves (about 14 bits on sm90), as in scaled_mm.
+
+    Returns:
+        (R, N) of out_dtype; rows from offs[-1] on are zeros.
+
+    Raises:
+        ValueError: a shape, dtype or stride does not fit.
+        NotImplementedError: FP8 on a GPU without FP8 matrix units, or int8 with K > 65536.
+    """
+    (R, K), (E, N, _) = a.shape, b.shape
+    out = torch.empty((R, N), dtype=out_dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    config = dict(config)
+    config.pop("kernel")
+    is_int8 = a.dtype is torch.int8
+    _grouped_kernel[grid(R, N, E, config)](
+        a, b, scale_a, scale_b, bias, offs, out,
+        R, E, N, K, a.stride(0), b.stride(0), b.stride(1), out.stride(0),
+        scale_a.stride(0) if scale_a.shape[0] > 1 else 0,
+        scale_b.stride(0), scale_b.stride(1) if scale_b.shape[1] > 1 else 0, 0 if bias is None else bias.stride(0),
+        INT8=is_int8, PROMOTE=0 if is_int8 or fast_accum else min(128, config["BLOCK_K"]),
+        EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E), enable_fp_fusion=False, **config,
+    )  # fmt: skip
+    return out
