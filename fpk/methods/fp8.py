@@ -117,11 +117,11 @@ class Fp8LinearMethod(QuantizedLinearMethod):
             inputs = _present(f"{name}.input_scale", loaded["input_scale"], widths) * doubled
         if self.block is None:
             scale = _present(f"{name}.weight_scale", loaded["weight_scale"], widths) * doubled
-            codes = _in_format(loaded["weight"], dtype)
+            codes = in_format(loaded["weight"], dtype)
             replace(layer, "weight_scale", _requantize(codes, scale, widths))
         else:
             scale = _present_blocks(f"{name}.weight_scale_inv", loaded["weight_scale_inv"]) * doubled
-            codes = _in_format(loaded["weight"], dtype)
+            codes = in_format(loaded["weight"], dtype)
             replace(layer, "weight_scale_inv", scale)
         replace(layer, "weight", codes)
         if inputs is not None:
@@ -202,7 +202,7 @@ def _largest(scales: Tensor, widths: list[int]) -> Tensor:
     return scales[used].amax(0, keepdim=True) if used else torch.ones_like(scales[:1])
 
 
-def _in_format(codes: Tensor, dtype: torch.dtype) -> Tensor:
+def in_format(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """e4m3fn codes as `dtype`, in place: fnuz has the same bit patterns for half the values, and NaN where -0 was."""
     if dtype is not torch.float8_e4m3fnuz:
         return codes

@@ -1,0 +1,218 @@
+"""The Quark dialect of `quantization_config`: specs of tensors by layer name, by class and for all others.
+
+Source: AMD Quark's exported config.json. Where engines read it differently, it is read here as Quark means it: plain
+names in `layer_quant_config` match the layers they name, sections may be absent, lists of specs are compared whole.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fpk.methods._families import LayerSpec, SkipList, block_spec, inside, names, unsupported, wildcard
+
+Spec = Mapping[str, Any]
+
+
+@dataclass
+class QuarkConfig:
+    """What a Quark config says of linear layers and of the KV cache.
+
+    Attributes:
+        global_config: specs of layers that nothing else names.
+        layer_configs: specs by name or shell wildcard; they go first.
+        type_configs: specs by class name.
+        kv_cache_group: patterns of the projections whose outputs are the KV cache.
+        kv_cache_spec: how the KV cache is quantized, or None.
+        pack_method: of INT4 codes; without effect on the others.
+        skips: excluded layers: names, shell wildcards, `re:` expressions.
+        notes: what the config asks for and fpk's layers do otherwise.
+    """
+
+    global_config: Spec
+    layer_configs: dict[str, Spec]
+    type_configs: dict[str, Spec]
+    kv_cache_group: list[str]
+    kv_cache_spec: Spec | None
+    pack_method: str
+    skips: SkipList
+    notes: list[str] = field(default_factory=list)
+    name: str = "quark"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], fused: Mapping[str, Any] | None = None) -> "QuarkConfig":
+        """Read a `quantization_config`.
+
+        Raises:
+            ValueError: no `export` section, a section that is no object, or a KV cache group that `layer_quant_config`
+                does not say how to quantize, or in two ways.
+        """
+        export = config.get("export")
+        if not isinstance(export, Mapping):
+            raise ValueError(f"quantization_config.export: expected an object, got {export!r:.80}")
+        layers = {k: dict(v) for k, v in _section(config, "layer_quant_config", nested=True).items()}
+        group = names("quantization_config.export.kv_cache_group", export.get("kv_cache_group"))
+        kv_spec = _kv_cache_spec(group, layers)
+        if kv_spec is not None:
+            # the outputs of these projections are the cache's matter, not the layer's
+            for pattern, entry in layers.items():
+                if pattern == "*q_proj" or _names_group(pattern, group):
+                    entry["output_tensors"] = None
+        return cls(
+            _section(config, "global_quant_config"), dict(layers),
+            dict(_section(config, "layer_type_quant_config", nested=True)), group, kv_spec,
+            str(export.get("pack_method", "reorder")),
+            SkipList(names("quantization_config.exclude", config.get("exclude")), _entries, fused or {}),
+        )  # fmt: skip
+
+    def layer_config(self, layer: str, class_name: str = "Linear") -> Spec:
+        """The specs of a layer: of its name, else a pattern that matches it, else its class, else all layers.
+
+        Raises:
+            ValueError: a fused layer whose parts have different specs.
+        """
+        parent, _, projection = layer.rpartition(".")
+        parts = self.skips.fused.get(projection)
+        if parts and layer not in self.layer_configs:
+            found = [self.layer_config(f"{parent}.{p}" if parent else p, class_name) for p in parts]
+            if any(f != found[0] for f in found[1:]):
+                raise ValueError(f"{layer}: expected one quantization for {', '.join(parts)}, got different ones")
+            return found[0]
+        if layer in self.layer_configs:
+            return self.layer_configs[layer]
+        for pattern, entry in self.layer_configs.items():
+            if _matches(pattern, layer):
+                return entry
+        for name, entry in self.type_configs.items():
+            if name.strip("<>'\" ").split(".")[-1] == class_name:
+                return entry
+        return self.global_config
+
+    def spec(self, layer: str) -> LayerSpec | None:
+        if self.skips.match(layer):
+            return None
+        return spec_of(layer, self.layer_config(layer))
+
+    def default(self) -> LayerSpec | None:
+        return spec_of("global_quant_config", self.global_config) if self.global_config else None
+
+    def unmatched(self) -> list[str]:
+        return self.skips.unmatched()
+
+
+def spec_of(what: str, config: Spec) -> LayerSpec | None:
+    """Schemes of a layer's specs; None if it has no quantized weights.
+
+    Raises:
+        ValueError: specs that are no objects, or a block size that is none.
+    """
+    weight, inputs = _parts(what, config, "weight"), _parts(what, config, "input_tensors")
+    if not weight:
+        return None
+    told = f"weights of {_told(weight)}, input of {_told(inputs)}"
+    for key in ("output_tensors", "bias"):
+        if config.get(key) is not None:
+            return unsupported(f"{told}, quantized {key}")
+    if len(weight) > 1 or len(inputs) > 1:
+        return unsupported(told)
+    name = _weight(what, weight[0])
+    activation = _activation(inputs[0]) if inputs else None
+    if isinstance(name, LayerSpec):
+        return name
+    if name is None or activation == "" or (activation and activation.split("_")[0] != name.split("_")[0]):
+        return unsupported(told)
+    return LayerSpec(name, activation)
+
+
+def _weight(what: str, spec: Spec) -> str | LayerSpec | None:
+    prefix = {"fp8_e4m3": "fp8", "int8": "int8"}.get(str(spec.get("dtype")))
+    scheme = spec.get("qscheme")
+    if prefix is None or spec.get("is_dynamic"):
+        return None
+    if prefix == "int8" and spec.get("symmetric") is False:
+        return None
+    if scheme == "per_tensor":
+        return f"{prefix}_tensor"
+    if scheme == "per_channel" and spec.get("ch_axis") in (0, None):
+        return f"{prefix}_channel"
+    if scheme == "per_block" and prefix == "fp8":
+        made = block_spec(f"{what}.weight.block_size", spec.get("block_size"))
+        return made if made.unsupported else made.weight
+    return None
+
+
+def _activation(spec: Spec) -> str:
+    """The activations' name, or "" if there is none."""
+    prefix = {"fp8_e4m3": "fp8", "int8": "int8"}.get(str(spec.get("dtype")))
+    scheme, symmetric = spec.get("qscheme"), spec.get("symmetric") is not False
+    if prefix is None:
+        return ""
+    if not spec.get("is_dynamic"):
+        return (
+            f"{prefix}_tensor_static" if scheme == "per_tensor" else ""
+        )  # zero points are looked at when they are read
+    if not symmetric and prefix == "int8":
+        return {"per_tensor": "int8_tensor_asymmetric", "per_channel": "int8_token_asymmetric"}.get(str(scheme), "")
+    if scheme == "per_group":
+        return f"{prefix}_group128" if spec.get("group_size") == 128 else ""
+    # a channel of an activation is a token
+    return {"per_tensor": f"{prefix}_tensor", "per_channel": f"{prefix}_token", "per_token": f"{prefix}_token"}.get(
+        str(scheme), ""
+    )
+
+
+def _parts(what: str, config: Spec, key: str) -> list[Spec]:
+    """A spec, or a list of its stages, as a list."""
+    found = config.get(key)
+    stages = [] if found is None else [found] if isinstance(found, Mapping) else found
+    if not isinstance(stages, Sequence) or not all(isinstance(s, Mapping) for s in stages):
+        raise ValueError(f"{what}.{key}: expected an object or a list of them, got {found!r:.80}")
+    return list(stages)
+
+
+def _told(stages: list[Spec]) -> str:
+    kept = ("dtype", "qscheme", "group_size", "block_size", "scale_format")
+    each = (" ".join(str(s[k]) for k in kept if s.get(k) is not None) for s in stages)
+    return " + ".join(each) or "none"
+
+
+def _section(config: Mapping[str, Any], key: str, nested: bool = False) -> Mapping[str, Any]:
+    found = config.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping) or (nested and not all(isinstance(v, Mapping) for v in found.values())):
+        raise ValueError(f"quantization_config.{key}: expected {'objects by name' if nested else 'an object'}")
+    return found
+
+
+def _kv_cache_spec(group: list[str], layers: Mapping[str, Spec]) -> Spec | None:
+    """The output spec that all entries of the KV cache group share."""
+    if not group:
+        return None
+    entries = {pattern: entry for pattern, entry in layers.items() if _names_group(pattern, group)}
+    if not entries:
+        raise ValueError(
+            f"quantization_config.layer_quant_config: expected an entry for kv_cache_group {group}, got none"
+        )
+    specs = [entry.get("output_tensors") for entry in entries.values()]
+    if any(s is None for s in specs):
+        raise ValueError(f"quantization_config.layer_quant_config: expected output_tensors in each of {list(entries)}")
+    if any(s != specs[0] for s in specs[1:]):
+        raise ValueError(f"quantization_config.layer_quant_config: expected the same output_tensors in {list(entries)}")
+    return specs[0]
+
+
+def _names_group(pattern: str, group: list[str]) -> bool:
+    return any(pattern == g or fnmatch.fnmatchcase(pattern, g) for g in group)
+
+
+def _matches(pattern: str, layer: str) -> bool:
+    if any(c in pattern for c in "*?["):
+        return fnmatch.fnmatchcase(layer, pattern)
+    return f".{pattern}." in f".{layer}."
+
+
+def _entries(entry: str) -> list[str]:
+    if entry.startswith("re:"):
+        return [entry]
+    return [wildcard(entry)] if any(c in entry for c in "*?[") else [inside(entry)]
