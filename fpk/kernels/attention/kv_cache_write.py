@@ -1,6 +1,6 @@
 """kv_cache_write: keys and values of new tokens into a paged KV cache, quantized on the way, in place.
 
-    cache[slot // page, slot % page, h, d] = code(x[m, h, d] / s)      slot = slots[m]; a slot outside the cache: nothing
+    cache[slot // page, slot % page, h, d] = code(x[m, h, d] / s)      slot = slots[m]; nothing if the cache lacks it
 
 `s` is 1, one scale a tensor, one a head, or, with scale caches, one a token and head that is computed and stored beside
 the slot: s = max(amax / F, 1e-6) over the finite elements of the head. FP8 saturates and keeps NaN, INT8 rounds half to
@@ -21,8 +21,9 @@ from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import E4M3FN, FP8, INT8, encode, finite_amax
 from fpk.kernels._tile import amax_along, fp8_constants, quantize_fp8, quantize_int8
+from fpk.kernels.attention._paged import check_scales, make_cache, make_scales, scale_strides
 from fpk.op import Cost, Kernel, op
-from fpk.samples import KINDS, generator, sample, scales, strided
+from fpk.samples import KINDS, generator, sample, strided
 
 CACHE_TYPES = (*FP8, torch.int8, torch.bfloat16, torch.float16)
 FLOOR = 1e-6  # of scales a token and head
@@ -91,22 +92,7 @@ def check(
     expect_not_empty(f"{name}.key_cache", key_cache, 1)
     expect_shape(f"{name}.slots", slots, (M,))
     expect_dtype(f"{name}.slots", slots, torch.int64, torch.int32)
-    for what, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            expect_shape(f"{name}.{what}", scale, (1,), (H,))
-            expect_dtype(f"{name}.{what}", scale, torch.float32)
-    if (key_scales is None) != (value_scales is None):
-        missing = "key_scales" if key_scales is None else "value_scales"
-        raise ValueError(f"{name}.{missing}: expected ({pages}, {page}, {H}) as there are scales of the other, got None")
-    for what, stored in (("key_scales", key_scales), ("value_scales", value_scales)):
-        if stored is not None:
-            expect_shape(f"{name}.{what}", stored, (pages, page, H))
-            expect_dtype(f"{name}.{what}", stored, torch.float32)
-    given = {n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale), ("key_scales", key_scales)) if s is not None}
-    if "key_scales" in given and len(given) > 1:
-        raise ValueError(f"{name}.{next(iter(given))}: expected None where scales are stored by token, got a tensor")
-    if key_cache.dtype.itemsize > 1 and given:
-        raise ValueError(f"{name}.{next(iter(given))}: expected None with a 16-bit cache, got a tensor")
+    check_scales(name, key_cache, k_scale, v_scale, key_scales, value_scales)
 
 
 @triton.jit
@@ -194,15 +180,6 @@ def cost(key: Tensor, value: Tensor, key_cache: Tensor, key_scales: Tensor | Non
     return Cost(flops=2 * elements, bytes=moved)
 
 
-def cache_of(
-    pages: int, page: int, H: int, D: int, dtype: torch.dtype, layout: str, device: torch.device | str, seed: int
-) -> Tensor:
-    """A filled cache (pages, page, H, D); `heads_first` has the memory order (pages, H, page, D)."""
-    if layout == "heads_first":
-        return sample((pages, H, page, D), dtype, "normal", device, seed).transpose(1, 2)
-    return strided(sample((pages, page, H, D), dtype, "normal", device, seed), layout)
-
-
 def inputs(
     *, M, H, D, dv=None, page=16, dtype=torch.float8_e4m3fn, x_dtype=torch.bfloat16, granularity="tensor",
     slots="random", kind="normal", layout="contiguous", device="cuda", seed=0,
@@ -218,18 +195,11 @@ def inputs(
         at = torch.full_like(at, -1)
     elif slots == "outside":  # of the first token
         at = torch.where(torch.arange(M, device=device) == 0, pages * page, at).int()
-    given = granularity in ("tensor", "head") and dtype.itemsize == 1
-    stored = granularity == "token_head" and dtype.itemsize == 1
-    shape = (1,) if granularity == "tensor" else (H,)
+    caches = [make_cache((pages, page, H, d), dtype, layout, device, seed + 2 + i) for i, d in enumerate((D, dv))]
     return dict(
         key=strided(sample((M, H, D), x_dtype, kind, device, seed), plain),
         value=strided(sample((M, H, dv), x_dtype, kind, device, seed + 1), plain),
-        key_cache=cache_of(pages, page, H, D, dtype, layout, device, seed + 2),
-        value_cache=cache_of(pages, page, H, dv, dtype, layout, device, seed + 3), slots=at,
-        k_scale=scales(shape, device, seed + 4) if given else None,
-        v_scale=scales(shape, device, seed + 5) if given else None,
-        key_scales=scales((pages, page, H), device, seed + 7) if stored else None,
-        value_scales=scales((pages, page, H), device, seed + 8) if stored else None,
+        key_cache=caches[0], value_cache=caches[1], slots=at, **make_scales(granularity, caches[0], device, seed + 4),
     )  # fmt: skip
 
 
@@ -279,14 +249,14 @@ def kv_cache_write(
     if M == 0:
         return
     fmt = INT8 if key_cache.dtype is torch.int8 else FP8.get(key_cache.dtype)
-    caches = [key_cache, value_cache] if fmt in (INT8, None) else [c.view(torch.uint8) for c in (key_cache, value_cache)]
+    caches = (
+        [key_cache, value_cache] if fmt in (INT8, None) else [c.view(torch.uint8) for c in (key_cache, value_cache)]
+    )
     _write_kernel[(triton.cdiv(M * H, config["BLOCK_R"]), 2)](
         key, value, *caches, slots, k_scale, v_scale, key_scales, value_scales,
         M, H, pages * page, page,
         *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-        *(0 if s is None or s.numel() == 1 else s.stride(0) for s in (k_scale, v_scale)),
-        *(key_scales.stride() if key_scales is not None else (0, 0, 0)),
-        *(value_scales.stride() if value_scales is not None else (0, 0, 0)),
+        *scale_strides(k_scale, v_scale, key_scales, value_scales),
         D=D, DV=DV, KIND="plain" if fmt is None else "int8" if fmt is INT8 else "fp8", QMAX=fmt.qmax if fmt else 0.0,
         FLOOR=FLOOR, **fp8_constants(fmt if fmt and fmt.is_float else E4M3FN, of(key.device)),
         BLOCK_D=triton.next_power_of_2(D), BLOCK_DV=triton.next_power_of_2(DV), enable_fp_fusion=False, **config,

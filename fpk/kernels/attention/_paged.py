@@ -1,0 +1,64 @@
+"""What ops on a paged KV cache share: checks of its scales, their strides, and caches for laws and benchmarks."""
+
+import torch
+from torch import Tensor
+
+from fpk.check import expect_dtype, expect_shape
+from fpk.samples import sample, scales, strided
+
+
+def check_scales(
+    op: str, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None:  # fmt: skip
+    """Scales (1,) or (H,), or stored ones (pages, page, H) of keys and values; none with a 16-bit cache."""
+    pages, page, H, _ = cache.shape
+    for what, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            expect_shape(f"{op}.{what}", scale, (1,), (H,))
+            expect_dtype(f"{op}.{what}", scale, torch.float32)
+    if (key_scales is None) != (value_scales is None):
+        missing = "key_scales" if key_scales is None else "value_scales"
+        raise ValueError(f"{op}.{missing}: expected ({pages}, {page}, {H}) as there are scales of the other, got None")
+    for what, stored in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if stored is not None:
+            expect_shape(f"{op}.{what}", stored, (pages, page, H))
+            expect_dtype(f"{op}.{what}", stored, torch.float32)
+    given = [n for n, s in (("k_scale", k_scale), ("v_scale", v_scale), ("key_scales", key_scales)) if s is not None]
+    if key_scales is not None and len(given) > 1:
+        raise ValueError(f"{op}.{given[0]}: expected None where scales are stored by token, got a tensor")
+    if cache.dtype.itemsize > 1 and given:
+        raise ValueError(f"{op}.{given[0]}: expected None with a 16-bit cache, got a tensor")
+
+
+def scale_strides(
+    k_scale: Tensor | None, v_scale: Tensor | None, key_scales: Tensor | None, value_scales: Tensor | None
+) -> tuple[int, ...]:
+    """Along heads of the first two (0 where all share one), then all three of the stored ones."""
+    by_head = [0 if s is None or s.numel() == 1 else s.stride(0) for s in (k_scale, v_scale)]
+    stored = [stride for s in (key_scales, value_scales) for stride in ((0, 0, 0) if s is None else s.stride())]
+    return (*by_head, *stored)
+
+
+def make_cache(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str, device: torch.device | str, seed: int
+) -> Tensor:
+    """A filled cache (pages, page, H, D); `heads_first` has the memory order (pages, H, page, D)."""
+    if layout == "heads_first":
+        pages, page, H, D = shape
+        return sample((pages, H, page, D), dtype, "normal", device, seed).transpose(1, 2)
+    return strided(sample(shape, dtype, "normal", device, seed), layout)
+
+
+def make_scales(
+    granularity: str, cache: Tensor, device: torch.device | str, seed: int, factor: float = 1.0
+) -> dict[str, Tensor | None]:
+    """The four scale arguments for "none", "tensor", "head" or "token_head"; none for a 16-bit cache."""
+    pages, page, H, _ = cache.shape
+    shape = {"tensor": (1,), "head": (H,), "token_head": (pages, page, H)}.get(granularity)
+    names = ("k_scale", "v_scale", "key_scales", "value_scales")
+    made: dict[str, Tensor | None] = dict.fromkeys(names)
+    if shape is not None and cache.dtype.itemsize == 1:
+        for i, name in enumerate(names[2:] if granularity == "token_head" else names[:2]):
+            made[name] = scales(shape, device, seed + i) * factor
+    return made

@@ -1,0 +1,380 @@
+"""attention_decode: one new token of every sequence attends to a paged KV cache.
+
+    out[b, i] = sum_n softmax_n(softmax_scale * q[b, i] . k[n]) v[n]      over the seq_lens[b] tokens n of sequence b
+
+k[n] and v[n] are head i // (heads / kv heads) of the cache's slot (block_table[b, n // page], n % page), code * scale
+with scales of 1, a tensor, a head, or a token and head. A sequence without tokens gives 0.
+
+Codes are decoded to a 16-bit type, which holds every FP8 and INT8 value, and multiplied by the matrix unit; scales are
+applied in fp32 to scores and probabilities. Probabilities are rounded to fp16, to bf16 with a bf16 cache. The sequence
+is divided over SPLITS programs; a second kernel adds their parts in order, so results do not depend on timing, nor on
+the other sequences of the batch.
+
+Source: paged attention (vLLM) with the split of Flash-Decoding.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpk.check import expect_dtype, expect_inner_contiguous, expect_not_empty, expect_rank, expect_shape
+from fpk.db import Config, bucket
+from fpk.device import Device, of
+from fpk.formats import FP8, decode
+from fpk.kernels._tile import decode_fp8
+from fpk.kernels.attention._paged import check_scales, make_cache, make_scales, scale_strides
+from fpk.op import Cost, Kernel, op
+from fpk.samples import generator, sample, strided
+
+QUERY_TYPES = (torch.bfloat16, torch.float16)
+
+
+def reference(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    B, heads, D = q.shape
+    pages, page, H, DV = value_cache.shape
+    table = block_table.long().clamp(0, pages - 1)
+    present = torch.arange(block_table.shape[1] * page, device=q.device) < seq_lens[:, None]  # (B, tokens)
+    k = _gather(key_cache, table, present, k_scale, key_scales)
+    v = _gather(value_cache, table, present, v_scale, value_scales)
+    scores = torch.einsum("bhgd,bnhd->bhgn", q.float().reshape(B, H, heads // H, D), k)
+    scores = scores * (1 / math.sqrt(D) if softmax_scale is None else softmax_scale)
+    scores = torch.where(present[:, None, None], scores, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    p = (scores - torch.where(top == float("-inf"), 0.0, top)).exp()
+    total = p.sum(-1, keepdim=True)
+    out = torch.einsum("bhgn,bnhd->bhgd", p, v) / torch.where(total == 0, 1.0, total)
+    return out.reshape(B, heads, DV).to(q.dtype)
+
+
+def _gather(cache: Tensor, table: Tensor, present: Tensor, scale: Tensor | None, stored: Tensor | None) -> Tensor:
+    """Values (B, tokens, H, D) of the sequences' tokens as fp32, 0 beyond their ends."""
+    fmt = FP8.get(cache.dtype)
+    codes = (cache if fmt is None else cache.view(torch.uint8))[table]  # (B, pages, page, H, D)
+    value = codes.float() if fmt is None else decode(codes, fmt)
+    if stored is not None:
+        value = value * stored[table][..., None]
+    elif scale is not None:
+        value = value * scale[:, None]
+    return torch.where(present[..., None, None], value.flatten(1, 2), 0.0)
+
+
+def check(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    softmax_scale: float | None, k_scale: Tensor | None, v_scale: Tensor | None, key_scales: Tensor | None,
+    value_scales: Tensor | None, **_: Any,
+) -> None:  # fmt: skip
+    name = "attention_decode"
+    expect_rank(f"{name}.q", q, 3)
+    expect_rank(f"{name}.key_cache", key_cache, 4)
+    expect_rank(f"{name}.value_cache", value_cache, 4)
+    expect_rank(f"{name}.block_table", block_table, 2)
+    B, heads, D = q.shape
+    pages, page, H = key_cache.shape[:3]
+    expect_dtype(f"{name}.q", q, *QUERY_TYPES)
+    expect_shape(f"{name}.key_cache", key_cache, (pages, page, H, D))
+    expect_shape(f"{name}.value_cache", value_cache, (pages, page, H, value_cache.shape[-1]))
+    expect_dtype(f"{name}.key_cache", key_cache, *FP8, torch.int8, q.dtype)
+    expect_dtype(f"{name}.value_cache", value_cache, key_cache.dtype)
+    for what, tensor in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
+        expect_inner_contiguous(f"{name}.{what}", tensor)
+        expect_not_empty(f"{name}.{what}", tensor, -1)
+    for dim in (0, 1, 2):
+        expect_not_empty(f"{name}.key_cache", key_cache, dim)
+    if heads == 0 or heads % H:
+        raise ValueError(f"{name}.q: expected a multiple of {H} heads (those of key_cache), got {heads}")
+    expect_shape(f"{name}.block_table", block_table, (B, block_table.shape[1]))
+    expect_not_empty(f"{name}.block_table", block_table, 1)
+    expect_dtype(f"{name}.block_table", block_table, torch.int32)
+    expect_shape(f"{name}.seq_lens", seq_lens, (B,))
+    expect_dtype(f"{name}.seq_lens", seq_lens, torch.int32)
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"{name}.softmax_scale: expected a finite number or None (1 / sqrt(D)), got {softmax_scale}")
+    check_scales(name, key_cache, k_scale, v_scale, key_scales, value_scales)
+
+
+@triton.jit
+def _load_tile(
+    ptr, slots, mask, D: tl.constexpr, TYPE: tl.constexpr, INTEGERS: tl.constexpr, MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows of a cache at offsets `slots` as TYPE, exactly; 0 off the mask. INTEGERS decodes bytes without FP8 units."""
+    offs_d = tl.arange(0, BLOCK_D)
+    codes = tl.load(ptr + slots[:, None] + offs_d[None, :], mask=mask[:, None] & (offs_d < D)[None, :], other=0.0)
+    if INTEGERS:
+        codes = decode_fp8(codes, MANTISSA, BIAS, NAN_CODE, IEEE)
+    return codes.to(TYPE)
+
+
+@triton.jit(do_not_specialize=["capacity", "splits"])
+def _split_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, k_stored_ptr, v_stored_ptr,
+    out_ptr, top_ptr, total_ptr,
+    softmax_scale, H, capacity, splits,
+    stride_qb, stride_qh, stride_tb,
+    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
+    stride_ks, stride_vs, stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, PROBABILITY: tl.constexpr,
+    INTEGERS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr,
+    ONLY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H query heads of one KV head over one part of one sequence; with ONLY there is one part: the result."""
+    TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    pid = tl.program_id(0)
+    part = tl.program_id(1)
+    b = (pid // (H * TILES)).to(tl.int64)
+    h = (pid // TILES % H).to(tl.int64)
+    offs_h = pid % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d, offs_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    heads = h * GROUP + offs_h  # [BLOCK_H]
+    q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=(offs_h < GROUP)[:, None] & (offs_d < D)[None, :], other=0.0)
+    TYPE: tl.constexpr = q_ptr.dtype.element_ty
+
+    length = tl.minimum(tl.load(lens_ptr + b), capacity)
+    share = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
+    begin = part * share
+    end = tl.minimum(begin + share, length)
+    score_scale = softmax_scale * 1.4426950408889634  # exponents of 2
+    if k_scale_ptr is not None:
+        score_scale *= tl.load(k_scale_ptr + h * stride_ks)
+
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_DV), tl.float32)
+    for n in range(begin, end, BLOCK_N):
+        position = n + offs_n
+        present = position < end
+        page = tl.load(table_ptr + b * stride_tb + position // PAGE, mask=present, other=0).to(tl.int64)
+        inside = position % PAGE
+        k = _load_tile(
+            k_ptr + h * stride_kh, page * stride_kp + inside * stride_kt, present,
+            D, TYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_D,
+        )  # fmt: skip
+        scores = tl.dot(q, tl.trans(k)) * score_scale  # [BLOCK_H, BLOCK_N]
+        if k_stored_ptr is not None:
+            k_stored = k_stored_ptr + h * stride_ksh + page * stride_ksp + inside * stride_kst
+            scores *= tl.load(k_stored, mask=present, other=0.0)[None, :]
+        scores = tl.where(present[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))  # finite: the first token of a step is present
+        p = tl.math.exp2(scores - higher[:, None])
+        fade = tl.math.exp2(top - higher)
+        top = higher
+        v = _load_tile(
+            v_ptr + h * stride_vh, page * stride_vp + inside * stride_vt, present,
+            DV, PROBABILITY, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_DV,
+        )  # fmt: skip
+        acc *= fade[:, None]
+        if v_stored_ptr is not None:
+            total = total * fade + tl.sum(p, axis=1)
+            v_stored = v_stored_ptr + h * stride_vsh + page * stride_vsp + inside * stride_vst
+            p *= tl.load(v_stored, mask=present, other=0.0)[None, :]
+            largest = tl.maximum(tl.max(p, axis=1), 1e-30)  # a 16-bit float must hold the products
+            acc += tl.dot((p / largest[:, None]).to(PROBABILITY), v) * largest[:, None]
+        else:
+            rounded = p.to(PROBABILITY)
+            # the sum of what multiplies the values: rounding that many tokens share then cancels
+            total = total * fade + tl.sum(rounded.to(tl.float32), axis=1)
+            acc = tl.dot(rounded, v, acc)
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr + h * stride_vs)
+
+    offs_dv = tl.arange(0, BLOCK_DV)
+    rows = b * H * GROUP + heads
+    mask_h = offs_h < GROUP
+    mask = mask_h[:, None] & (offs_dv < DV)[None, :]
+    if ONLY:
+        out = acc / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(out_ptr + rows[:, None] * DV + offs_dv[None, :], out.to(TYPE), mask=mask)
+    else:
+        rows = rows * splits + part
+        tl.store(out_ptr + rows[:, None] * DV + offs_dv[None, :], acc, mask=mask)
+        tl.store(top_ptr + rows, top, mask=mask_h)
+        tl.store(total_ptr + rows, total, mask=mask_h)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(part_ptr, top_ptr, total_ptr, out_ptr, splits, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The parts of one query head, added in order."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_DV)
+    top = tl.full((), float("-inf"), tl.float32)
+    for s in range(splits):
+        top = tl.maximum(top, tl.load(top_ptr + row * splits + s))
+    top = tl.where(top == float("-inf"), 0.0, top)  # no tokens at all
+    total = tl.zeros((), tl.float32)
+    acc = tl.zeros((BLOCK_DV,), tl.float32)
+    for s in range(splits):
+        at = row * splits + s
+        weight = tl.math.exp2(tl.load(top_ptr + at) - top)
+        total += weight * tl.load(total_ptr + at)
+        acc += weight * tl.load(part_ptr + at * DV + offs, mask=offs < DV, other=0.0)
+    out = acc / tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + row * DV + offs, out.to(out_ptr.dtype.element_ty), mask=offs < DV)
+
+
+def configs(q: Tensor, key_cache: Tensor, block_table: Tensor, **_: Any):
+    (B, heads, _), (_, page, H, _) = q.shape, key_cache.shape
+    group = heads // H
+    tall = min(64, max(16, triton.next_power_of_2(group)))
+    programs = max(1, B) * H * triton.cdiv(group, tall)
+    most = triton.cdiv(block_table.shape[1] * page, 256)  # parts of at least 256 tokens
+    wanted = triton.next_power_of_2(triton.cdiv(4 * of(q.device).sm_count, programs))
+    default = min(most, wanted)
+    for n, warps, stages in ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)):  # ever less shared memory
+        yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=default, num_warps=warps, num_stages=stages)
+    for splits in sorted({1, 3, min(most, 2 * wanted), min(most, 4 * wanted), default}):
+        for n in (32, 64, 128):
+            for warps in (2, 4, 8):
+                for stages in (2, 3, 4):
+                    yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=splits, num_warps=warps, num_stages=stages)
+
+
+def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
+    width = triton.next_power_of_2(q.shape[-1]) + triton.next_power_of_2(value_cache.shape[-1])
+    tokens, tall = config["BLOCK_N"], config["BLOCK_H"]
+    stages = config["num_stages"] if device.vendor != "amd" else max(1, config["num_stages"] - 1)
+    loaded = tokens * width * key_cache.element_size() * stages
+    # decoded tiles, queries and probabilities pass through shared memory on their way to the matrix unit
+    staged = 2 * tokens * width + 2 * tall * (width + 2 * tokens)
+    return loaded + staged + 2048 <= device.shared_limit
+
+
+def key_of(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, key_scales: Tensor | None, **_: Any
+) -> dict[str, int | str]:
+    page, H = key_cache.shape[1:3]
+    return dict(
+        M=bucket(q.shape[0]), heads=q.shape[1], H=H, D=q.shape[2], DV=value_cache.shape[3], page=page,
+        tokens=bucket(block_table.shape[1] * page), q=str(q.dtype), cache=str(key_cache.dtype),
+        stored=int(key_scales is not None),
+    )  # fmt: skip
+
+
+def cost(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, key_scales: Tensor | None, **_: Any
+) -> Cost:
+    """Of sequences as long as the block table: their lengths are data."""
+    (B, heads, D), (_, page, H, DV) = q.shape, value_cache.shape
+    tokens = B * block_table.shape[1] * page
+    stored = 8 * tokens * H if key_scales is not None else 0
+    moved = tokens * H * (D + DV) * key_cache.element_size() + stored + 2 * B * heads * (D + DV)
+    return Cost(flops=2 * tokens * heads * (D + DV), bytes=moved)
+
+
+def tolerance(q: Tensor, key_cache: Tensor, **_: Any) -> float:
+    """One rounding of the result, and one of every probability to the type that multiplies the values."""
+    if key_cache.dtype is torch.bfloat16:
+        return 4e-3
+    return 2.5e-3 if q.dtype is torch.bfloat16 else 1e-3
+
+
+def inputs(
+    *, M, H, group, D, dv=None, page=16, tokens=4096, dtype=torch.float8_e4m3fn, q_dtype=torch.bfloat16,
+    granularity="tensor", lengths="full", pages=None, kind="normal", layout="contiguous", device="cuda", seed=0,
+):  # fmt: skip
+    dv = dv or D
+    dtype = dtype or q_dtype
+    width = triton.cdiv(tokens, page)
+    pages = pages or M * width + 1
+    # pages in any order; sequences share them where there are too few
+    order = torch.randperm(pages, generator=generator(seed + 6, device), device=device)
+    table = order[torch.arange(M * width, device=device) % pages].view(M, width).int()
+    lens = torch.full((M,), tokens, dtype=torch.int32, device=device)
+    if lengths != "full":
+        lens = torch.randint(0, tokens + 1, (M,), generator=generator(seed + 7, device), device=device).int()
+        lens[:1] = {"random": 1, "empty": 0}[lengths]
+    caches = [make_cache((pages, page, H, d), dtype, layout, device, seed + 1 + i) for i, d in enumerate((D, dv))]
+    plain = "contiguous" if layout == "heads_first" else layout
+    return dict(
+        q=strided(sample((M, H * group, D), q_dtype, kind, device, seed), plain), key_cache=caches[0],
+        value_cache=caches[1], block_table=table, seq_lens=lens, softmax_scale=None,
+        **make_scales(granularity, caches[0], device, seed + 4, 1 / 16),  # codes are up to 240
+    )  # fmt: skip
+
+
+@op(
+    reference=reference, check=check, inputs=inputs, tol=tolerance,
+    domain=dict(
+        M=(0, 1, 2, 3, 5), H=(1, 2), group=(1, 3, 8, 20), D=(16, 33, 64, 80, 128), dv=(None, 24), page=(1, 3, 16),
+        tokens=(1, 17, 130, 600), dtype=(*FP8, torch.int8, None), q_dtype=QUERY_TYPES,
+        granularity=("none", "tensor", "head", "token_head"), lengths=("full", "random", "empty"), pages=(5, 29),
+        kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset", "heads_first"),
+    ),
+    kernels=dict(split=Kernel(_split_kernel, matrix=True)),
+    configs=configs, legal=legal, key=key_of, cost=cost, launcher_fields=("SPLITS",),
+    cases={
+        f"{model}/{name}/M={m}/tokens={tokens}": dict(
+            M=m, H=kv, group=group, D=size, tokens=tokens, granularity=granularity, dtype=dtype
+        )
+        for model, kv, group, size, sizes in (
+            ("falcon_7b", 1, 71, 64, ((16, 2048),)),
+            ("llama3_70b", 8, 8, 128, ((64, 8192), (16, 2048), (1, 32768))),
+            ("phi3_mini", 32, 1, 96, ((64, 2048), (1, 32768))),
+        )
+        for name, granularity, dtype in (
+            ("fp8", "tensor", torch.float8_e4m3fn), ("int8_per_token_head", "token_head", torch.int8),
+            ("bf16", "none", None),
+        )
+        for m, tokens in sizes
+    },
+)  # fmt: skip
+def attention_decode(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, *, config: Config,
+) -> Tensor:  # fmt: skip
+    """Attention of one query a sequence to a paged KV cache.
+
+    Args:
+        q: (B, heads, D) bf16 or fp16, heads contiguous.
+        key_cache, value_cache: (pages, page, H, D) and (pages, page, H, DV), an fp8 type, int8, or q's; heads
+            contiguous, other strides any. `heads` is a multiple of H, neighbours share a KV head.
+        block_table: (B, width) int32, the pages of each sequence in order; those beyond its end may be anything.
+        seq_lens: (B,) int32 tokens of each sequence, 0 included; at most width * page count.
+        softmax_scale: of the scores; None is 1 / sqrt(D).
+        k_scale, v_scale: (1,) or (H,) fp32: value = code * scale; None is 1. For fp8 and int8 caches.
+        key_scales, value_scales: (pages, page, H) fp32 or None: a scale for every token and head.
+
+    Returns:
+        (B, heads, DV) of q's type; 0 for sequences without tokens.
+
+    Raises:
+        ValueError: a shape, dtype or stride does not fit, or scales come in two ways.
+    """
+    B, heads, D = q.shape
+    _, page, H, DV = value_cache.shape
+    out = torch.empty((B, heads, DV), dtype=q.dtype, device=q.device)
+    if B == 0:
+        return out
+    fmt = FP8.get(key_cache.dtype)
+    integers = fmt is not None and not of(q.device).has_fp8_conversion(fmt.name)
+    caches = [c.view(torch.uint8) if integers else c for c in (key_cache, value_cache)]
+    config = dict(config)
+    splits = config.pop("SPLITS")
+    part, top, total = out, None, None
+    if splits > 1:
+        part = torch.empty((B, heads, splits, DV), dtype=torch.float32, device=q.device)
+        top, total = torch.empty((2, B, heads, splits), dtype=torch.float32, device=q.device)
+    block_dv = max(16, triton.next_power_of_2(DV))
+    _split_kernel[(B * H * triton.cdiv(heads // H, config["BLOCK_H"]), splits)](
+        q, *caches, block_table, seq_lens, k_scale, v_scale, key_scales, value_scales, part, top, total,
+        1 / math.sqrt(D) if softmax_scale is None else float(softmax_scale), H, block_table.shape[1] * page, splits,
+        *q.stride()[:2], block_table.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
+        *scale_strides(k_scale, v_scale, key_scales, value_scales),
+        GROUP=heads // H, D=D, DV=DV, PAGE=page, INTEGERS=integers,
+        PROBABILITY=tl.bfloat16 if key_cache.dtype is torch.bfloat16 else tl.float16,
+        MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
+        IEEE=fmt is not None and fmt.kind == "ieee", ONLY=splits == 1,
+        BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_DV=block_dv, **config,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(B * heads,)](part, top, total, out, splits, DV=DV, BLOCK_DV=block_dv, num_warps=1)
+    return out
