@@ -93,6 +93,19 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 MX_RULES = ("floor", "ceil", "even", "rceil")
 CODE_ORDERS = ("low_first", "high_first")
+SCALE_TILES = {"128x4": (128, 32), "8x4": (8, 8)}
+"""Block scales as matrix units read them, in tiles of 4 columns: rows of a tile, and of the strips that it is cut into
+(the rows of a strip are 4 bytes apart times the number of strips)."""
+
+
+def swizzled_offsets(rows: int, cols: int, layout: str, device: torch.device) -> Tensor:
+    """Where the scale of row i and column j lies in a matrix of scales of that layout: int64 (rows, cols)."""
+    tile, strip = SCALE_TILES[layout]
+    i, j = torch.arange(rows, device=device)[:, None], torch.arange(cols, device=device)[None, :]
+    first = (i // tile * -(-cols // 4) + j // 4) * tile * 4
+    return first + i % strip * (tile // strip * 4) + i % tile // strip * 4 + j % 4
+
+
 MX = {
     m.name: m
     for m in (
