@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
+    from fpk.checkpoint import load_quantized, save_quantized
     from fpk.db import use
     from fpk.formats import list_schemes
     from fpk.nn import Calibration, QuantizedLinear, calibrate, quantize_, quantized
@@ -29,6 +30,8 @@ _NAMES = {
     "parse_layer_scheme": "fpk.api",
     "quantize": "fpk.api",
     "list_schemes": "fpk.formats",
+    "load_quantized": "fpk.checkpoint",
+    "save_quantized": "fpk.checkpoint",
     "Calibration": "fpk.nn",
     "QuantizedLinear": "fpk.nn",
     "calibrate": "fpk.nn",
@@ -36,11 +39,14 @@ _NAMES = {
     "quantized": "fpk.nn",
     "use": "fpk.db",
 }
-_MODULES = ("api", "check", "db", "device", "formats", "kernels", "methods", "nn", "op", "samples", "shapes", "tune")
+_MODULES = (
+    "api", "check", "checkpoint", "db", "device", "formats", "kernels", "methods", "nn", "op", "samples", "shapes",
+    "tune",
+)  # fmt: skip
 
 __all__ = [
-    "OPS", "Calibration", "LayerScheme", "Quantized", "QuantizedLinear", "calibrate", "list_schemes", "mm",
-    "parse_layer_scheme", "quantize", "quantize_", "quantized", "use",
+    "OPS", "Calibration", "LayerScheme", "Quantized", "QuantizedLinear", "calibrate", "list_schemes",
+    "load_quantized", "mm", "parse_layer_scheme", "quantize", "quantize_", "quantized", "save_quantized", "use",
 ]  # fmt: skip
 
 
