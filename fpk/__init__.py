@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fpk._moe import moe, moe_experts
     from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
     from fpk.checkpoint import load_quantized, save_quantized
     from fpk.db import use
@@ -30,6 +31,8 @@ _NAMES = {
     "parse_layer_scheme": "fpk.api",
     "quantize": "fpk.api",
     "list_schemes": "fpk.formats",
+    "moe": "fpk._moe",
+    "moe_experts": "fpk._moe",
     "load_quantized": "fpk.checkpoint",
     "save_quantized": "fpk.checkpoint",
     "Calibration": "fpk.nn",
@@ -46,7 +49,8 @@ _MODULES = (
 
 __all__ = [
     "OPS", "Calibration", "LayerScheme", "Quantized", "QuantizedLinear", "calibrate", "list_schemes",
-    "load_quantized", "mm", "parse_layer_scheme", "quantize", "quantize_", "quantized", "save_quantized", "use",
+    "load_quantized", "mm", "moe", "moe_experts", "parse_layer_scheme", "quantize", "quantize_", "quantized",
+    "save_quantized", "use",
 ]  # fmt: skip
 
 

@@ -50,8 +50,8 @@ LAYERS = {
 }
 # private modules that serve one layer only
 PRIVATE = {
-    "_db_": "db", "cli_": "cli", "__main__": "cli", "_report": "report", "_linear": "nn", "_calibration": "nn",
-    "_saving": "nn", "checkpoint": "nn",
+    "_db_": "db", "cli_": "cli", "__main__": "cli", "_moe": "api", "_report": "report", "_linear": "nn",
+    "_calibration": "nn", "_saving": "nn", "checkpoint": "nn",
 }  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from casekit import TORCH8
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from fpk import formats
 from fpk.check import rel_error
 from fpk.db import MemorySource, Tables
 from fpk.device import Device, of, pretend
+from fpk.kernels.moe._grouped import expert_tile
 
 
 def exists(need: str) -> bool:
@@ -56,18 +59,6 @@ WAITING: dict[str, str] = {
     "B84": "fpk.nn:load_quantized",
     "B88": "fpk.nn:load_quantized",
     "B92": "fpk.nn:load_quantized",
-    "B93": "fpk:moe",
-    "B95": "fpk:moe",
-    "B97": "fpk:moe",
-    "B98": "fpk:moe",
-    "B99": "fpk:moe",
-    "B100": "fpk:moe",
-    "B101": "fpk:moe",
-    "B103": "fpk:moe",
-    "B105": "fpk:moe",
-    "B107": "fpk:moe",
-    "B109": "fpk:moe",
-    "B113": "fpk:moe",
     "B116": "fpk.methods.kv_cache:Fp8KVCacheMethod",
     "B118": "fpk.methods.kv_cache:Fp8KVCacheMethod",
     "B120": "fpk.methods.kv_cache:Fp8KVCacheMethod",
@@ -377,7 +368,111 @@ def layers_skipped(i):
     return answers
 
 
+# ---- route -----------------------------------------------------------------
+def routed(i: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    weights, ids = fpk.OPS["route"](i["logits"], i["topk"], **options)
+    return dict(ids=ids, weights=weights)
+
+
+@adapter("B93")
+def route_softmax(i):
+    return routed(i, renormalize=False)
+
+
+@adapter("B95")
+def route_biased_sigmoid(i):
+    return routed(i, scoring="sigmoid", correction_bias=i["bias"])
+
+
+@adapter("B98")
+def route_top_1(i):
+    return routed(i)["ids"]
+
+
+@adapter("B97")
+def moe_scaled_top_1(i):
+    """y = 2x from an activation: a gate of 32 by its bias (silu(32) is 32), identity for up, 2 / 32 down."""
+    x = i["x"]
+    one = torch.eye(2, device=x.device)
+    bias = torch.tensor([[32.0, 32.0, 0.0, 0.0]], device=x.device)
+    return fpk.moe(
+        x, torch.zeros(1, 1, device=x.device), torch.cat([0 * one, one])[None], one[None] / 16, top_k=1, bias13=bias,
+        routed_scaling_factor=i["routed_scaling_factor"],
+    )  # fmt: skip
+
+
 # ---- moe -------------------------------------------------------------------
+@triton.jit
+def blocks_kernel(offs_ptr, index_ptr, rows_ptr, expert_ptr, R, E, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
+    expert, end, first, _ = expert_tile(offs_ptr, R, E, 1, BLOCK_E, BLOCK)
+    inside = tl.arange(0, BLOCK)
+    slot = tl.load(index_ptr + first + inside, mask=first + inside < tl.where(expert < E, end, 0), other=R)
+    tl.store(rows_ptr + tl.program_id(0) * BLOCK + inside, slot)
+    tl.store(expert_ptr + tl.program_id(0), tl.where(expert < E, expert, -1))
+
+
+def blocks(ids: Tensor, num_experts: int, block: int) -> dict[str, Tensor]:
+    """fpk pads nothing: what each program of a grouped product finds to do, written as others write it down."""
+    index, _, offs = fpk.OPS["sort_by_expert"](ids, num_experts)
+    programs = len(index)
+    rows = torch.empty(programs * block, dtype=torch.int32, device=ids.device)
+    experts = torch.empty(programs, dtype=torch.int32, device=ids.device)
+    bins = triton.next_power_of_2(num_experts + 1)
+    blocks_kernel[(programs,)](offs, index, rows, experts, len(index), num_experts, BLOCK_E=bins, BLOCK=block)
+    return dict(num_post_pad=(experts >= 0).sum() * block, expert_ids=experts, sorted_ids=rows)
+
+
+@adapter("B99")
+def align(i):
+    return blocks(i["topk_ids"], i["num_experts"], i["block"])
+
+
+@adapter("B100")
+def align_batches(i):
+    counts, most = i["expert_num_tokens"], i["max_tokens"]
+    expert = torch.arange(len(counts), device=counts.device)[:, None]
+    taken = torch.arange(most, device=counts.device)[None] < counts[:, None]
+    return blocks(torch.where(taken, expert, -1).reshape(-1, 1), len(counts), i["block"])
+
+
+def experts(i: dict[str, Any], w13: str = "w13", **options: Any) -> Tensor:
+    return fpk.moe_experts(i["x"], i["topk_weights"], i["topk_ids"], i[w13], i["w2"], **options)
+
+
+@adapter("B101")
+def moe_on_two_ranks(i):
+    outs = []
+    for rank in range(2):
+        here = slice(2 * rank, 2 * rank + 2)
+        expert_map = torch.full((4,), -1, device=i["x"].device)
+        expert_map[here] = torch.arange(2, device=i["x"].device)
+        outs.append(experts(i | dict(w13=i["w13"][here], w2=i["w2"][here]), expert_map=expert_map))
+    return outs
+
+
+@adapter("B103", "B109")
+def moe_plain(i):
+    return experts(i, apply_router_weight_on_input=i.get("apply_router_weight_on_input", False))
+
+
+@adapter("B113")
+def moe_interleaved(i):
+    return experts(i, "w13_interleaved", interleaved=True)
+
+
+@adapter("B105")
+def grouped_product(i):
+    offs = torch.tensor(i["sizes"], device=i["a"].device).cumsum(0).to(torch.int32)
+    return fpk.OPS["grouped_mm"](i["a"], i["b"], offs)
+
+
+@adapter("B107")
+def moe_sum(i):
+    tokens, top_k, hidden = i["x"].shape
+    position = torch.arange(tokens * top_k, dtype=torch.int32, device=i["x"].device).reshape(tokens, top_k)
+    return fpk.OPS["moe_unpermute"](i["x"].reshape(-1, hidden), position)
+
+
 @adapter("B111")
 def swiglu_of_gpt_oss(i):
     x = torch.cat([i["gate"], i["up"]])[None].float()

@@ -128,7 +128,7 @@ def key(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 
 
 def cost(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, **_: Any) -> Cost:
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     moved = (R * K + min(E, R) * N * K) * a.element_size() + R * N * (out_dtype or a.dtype).itemsize
     return Cost(flops=2 * R * N * K, bytes=moved)
 
@@ -178,7 +178,7 @@ def grouped_mm(
     Raises:
         ValueError: a shape, dtype or stride does not fit.
     """
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     out = torch.empty((R, N), dtype=out_dtype or a.dtype, device=a.device)
     if out.numel() == 0:
         return out

@@ -175,7 +175,7 @@ def key(
 
 
 def cost(a: Tensor, b: Tensor, scale_b: Tensor, out_dtype: torch.dtype | None, **_: Any) -> Cost:
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     scale_bytes = scale_b.numel() * scale_b.element_size()
     moved = 2 * R * K + min(E, R) * N * K + R * N * (out_dtype or a.dtype).itemsize + scale_bytes
     return Cost(flops=2 * R * N * K, bytes=moved)
@@ -236,7 +236,7 @@ def grouped_mm_weight_only(
     Raises:
         ValueError: a shape, dtype or stride does not fit.
     """
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     out = torch.empty((R, N), dtype=out_dtype or a.dtype, device=a.device)
     if out.numel() == 0:
         return out

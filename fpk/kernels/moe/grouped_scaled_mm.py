@@ -42,7 +42,7 @@ def reference(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     expert = expert_of_rows(offs, R)[:, None]
     out = torch.zeros((R, N), dtype=torch.float32, device=a.device)
     for e in range(E):
@@ -64,7 +64,7 @@ def check(
     expect_dtype("grouped_scaled_mm.a", a, *FP8, torch.int8)
     expect_dtype("grouped_scaled_mm.b", b, a.dtype)
     expect_grouped("grouped_scaled_mm", a, b, offs, bias, out_dtype)
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     expect_shape("grouped_scaled_mm.scale_a", scale_a, (R, 1), (1, 1))
     expect_shape("grouped_scaled_mm.scale_b", scale_b, (E, N, 1), (E, 1, 1))
     for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b)):
@@ -143,7 +143,7 @@ def key(
 
 
 def cost(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **_: Any) -> Cost:
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     moved = R * K + min(E, R) * N * K + R * N * out_dtype.itemsize + 4 * (scale_a.numel() + scale_b.numel())
     return Cost(flops=2 * R * N * K, bytes=moved)
 
@@ -208,7 +208,7 @@ def grouped_scaled_mm(
         ValueError: a shape, dtype or stride does not fit.
         NotImplementedError: FP8 on a GPU without FP8 matrix units, or int8 with K > 65536.
     """
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     out = torch.empty((R, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out

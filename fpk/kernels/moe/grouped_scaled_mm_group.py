@@ -184,7 +184,7 @@ def key(
 
 
 def cost(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **_: Any) -> Cost:
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     scale_bytes = scale_a.numel() * scale_a.element_size() + scale_b.numel() * scale_b.element_size()
     return Cost(flops=2 * R * N * K, bytes=R * K + min(E, R) * N * K + R * N * out_dtype.itemsize + scale_bytes)
 
@@ -255,7 +255,7 @@ def grouped_scaled_mm_group(
         ValueError: a shape, dtype, stride or group does not fit.
         NotImplementedError: FP8 on a GPU without FP8 matrix units.
     """
-    (R, K), (E, N, _) = a.shape, b.shape
+    (R, K), (E, N) = a.shape, b.shape[:2]
     out = torch.empty((R, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
