@@ -174,7 +174,7 @@ def persistent_space(M: int, tiles: tuple[tuple[int, int, int, int], ...], stage
 
 
 def scale_step(K: int, *periods: int) -> int:
-    """The widest step of columns, counted from 0, that no change of scale divides; `periods`: where changes lie."""
+    """The widest step of columns, counted from 0, that no change of scale divides; `periods`: theirs, and the first."""
     changes = [n for n in periods if 0 < n < K]
     return math.gcd(*changes) if changes else triton.next_power_of_2(max(K, 1))
 

@@ -212,7 +212,7 @@ def torch_scaled_mm(
 
 
 def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any):
-    M, step = bucket(a.shape[0]), scale_step(a.shape[1], group, block_cols, offset_k)
+    M, step = bucket(a.shape[0]), scale_step(a.shape[1], group, block_cols, block_cols - offset_k)
     wide = min(128, step & -step)  # its largest power of two
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(
@@ -245,7 +245,7 @@ def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any
 ) -> bool:
     # a matrix instruction wants 32 columns of FP8 or INT8, and a step must not straddle a change of scale
-    step, width = scale_step(a.shape[1], group, block_cols, offset_k), config["BLOCK_K"]
+    step, width = scale_step(a.shape[1], group, block_cols, block_cols - offset_k), config["BLOCK_K"]
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
         return False
     if config["kernel"] == "persistent" and not fits_descriptors(a, b):
@@ -284,7 +284,7 @@ def inputs(
     dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda", seed=0,
 ):  # fmt: skip
     group, rows, cols = blocks
-    offset_n, offset_k = offsets[0] if rows > 1 else 0, offsets[1] if cols > 1 else 0
+    offset_n, offset_k = offsets[0] % max(rows, 1), offsets[1] % max(cols, 1)
     a = strided(sample((M, K), dtype, kind, device, seed), layout)
     b = strided(sample((N, K), dtype, "normal", device, seed + 1), layout)
     shape_a = (M, triton.cdiv(K, group))
@@ -307,9 +307,9 @@ def inputs(
     domain=dict(
         M=(0, 1, 5, 33, 70), N=(1, 16, 33, 80), K=(1, 64, 100, 128, 272),
         blocks=((128, 128, 128), (64, 32, 64), (32, 1, -1), (128, -1, -1), (48, 16, 48), (64, 20, 96)),
-        offsets=((0, 0), (0, 32), (13, 0), (7, 11)), scale_format=("fp32", "e8m0"), scale_layout=("row", "column"),
-        bias=(False, True), dtype=(torch.float8_e4m3fn, torch.int8, torch.float8_e5m2), out_dtype=FLOAT_INPUTS,
-        kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
+        offsets=((0, 0), (0, 32), (13, 0), (7, 11), (1, 101)), scale_format=("fp32", "e8m0"),
+        scale_layout=("row", "column"), bias=(False, True), dtype=(torch.float8_e4m3fn, torch.int8, torch.float8_e5m2),
+        out_dtype=FLOAT_INPUTS, kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
     ),
     kernels=dict(
         **{name: Kernel(_group_kernel, matrix=True) for name in ("tile", "split", "segment")},
