@@ -13,6 +13,7 @@ _NAMES = {
     "RoutedExperts": "base",
     "UnquantizedLinearMethod": "base",
     "Fp8Config": "config",
+    "Fp8KVCacheMethod": "kv_cache",
     "Fp8LinearMethod": "fp8",
     "Fp8PerBlockOnlineLinearMethod": "online",
     "Fp8PerTensorOnlineLinearMethod": "online",

@@ -68,7 +68,7 @@ def _results(op: Op[..., Any], out: Any, arguments: dict[str, Any]) -> Any:
     if not op.mutates:
         return out
     outputs = () if out is None else out if isinstance(out, tuple) else (out,)
-    return (*outputs, *(arguments[n] for n in op.mutates))
+    return (*outputs, *(arguments[n] for n in op.mutates if arguments[n] is not None))
 
 
 class OpExecutor:

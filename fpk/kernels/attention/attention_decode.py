@@ -221,7 +221,7 @@ def _merge_kernel(part_ptr, top_ptr, total_ptr, out_ptr, splits, DV: tl.constexp
 
 
 def configs(q: Tensor, key_cache: Tensor, block_table: Tensor, **_: Any):
-    (B, heads, _), (_, page, H, _) = q.shape, key_cache.shape
+    (B, heads), (page, H) = q.shape[:2], key_cache.shape[1:3]
     group = heads // H
     tall = min(64, max(16, triton.next_power_of_2(group)))
     programs = max(1, B) * H * triton.cdiv(group, tall)
@@ -262,7 +262,7 @@ def cost(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, key_scales: Tensor | None, **_: Any
 ) -> Cost:
     """Of sequences as long as the block table: their lengths are data."""
-    (B, heads, D), (_, page, H, DV) = q.shape, value_cache.shape
+    (B, heads, D), (page, H, DV) = q.shape, value_cache.shape[1:]
     tokens = B * block_table.shape[1] * page
     stored = 8 * tokens * H if key_scales is not None else 0
     moved = tokens * H * (D + DV) * key_cache.element_size() + stored + 2 * B * heads * (D + DV)

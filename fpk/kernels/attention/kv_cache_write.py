@@ -173,7 +173,7 @@ def key_of(key: Tensor, value: Tensor, key_cache: Tensor, key_scales: Tensor | N
 
 
 def cost(key: Tensor, value: Tensor, key_cache: Tensor, key_scales: Tensor | None, **_: Any) -> Cost:
-    M, H, _ = key.shape
+    M, H = key.shape[:2]
     elements = key.numel() + value.numel()
     stored = 8 * M * H if key_scales is not None else 0
     moved = elements * (key.element_size() + key_cache.element_size()) + 8 * M + stored
