@@ -59,12 +59,6 @@ WAITING: dict[str, str] = {
     "B84": "fpk.nn:load_quantized",
     "B88": "fpk.nn:load_quantized",
     "B92": "fpk.nn:load_quantized",
-    "B116": "fpk.methods.kv_cache:Fp8KVCacheMethod",
-    "B118": "fpk.methods.kv_cache:Fp8KVCacheMethod",
-    "B120": "fpk.methods.kv_cache:Fp8KVCacheMethod",
-    "B122": "fpk.methods.kv_cache:Fp8KVCacheMethod",
-    "B124": "fpk.methods.kv_cache:Fp8KVCacheMethod",
-    "B125": "mutating:",
 }
 
 
@@ -479,6 +473,70 @@ def swiglu_of_gpt_oss(i):
     return fpk.OPS["act_and_mul"](x, activation="swigluoai")[0]
 
 
+# ---- kv --------------------------------------------------------------------
+def cache_layer(i, heads: int, size: int) -> Any:
+    """An attention layer with an FP8 cache, the case's scales loaded and processed."""
+    from fpk.methods import Attention, Fp8Config, Fp8KVCacheMethod
+
+    with torch.device(i["k"].device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no scales: what B118 is about
+        layer = Attention(heads, size, kv_cache_dtype="fp8", quant_method=Fp8KVCacheMethod(Fp8Config(True)))
+        layer.quant_method.create_weights(layer)
+        for name in ("k_scale", "v_scale"):
+            if i.get(name) is not None:
+                load(layer, name, torch.as_tensor(i[name]))
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+@adapter("B116")
+def kv_write_by_loaded_scales(i):
+    layer = cache_layer(i, 1, len(i["k"]))
+    cache = layer.quant_method.new_cache(layer, 1, 1)
+    slots = torch.zeros(1, dtype=torch.int64, device=i["k"].device)
+    layer.quant_method.write(layer, cache, i["k"][None, None], i["v"][None, None], slots)
+    return dict(k=as_uint8(cache.key).flatten(), v=as_uint8(cache.value).flatten())
+
+
+@adapter("B118")
+def kv_write_without_scales(i):
+    return kv_write_by_loaded_scales(i | dict(v=i["k"]))["k"]
+
+
+def written(key: Tensor, cache: Tensor, slots: Tensor, **options: Any) -> Tensor:
+    """The cache, uint8, after the op has written keys into it; values go to one of their own."""
+    fpk.OPS["kv_cache_write"](key, key, fp8(cache), fp8(cache.clone()), slots, **options)
+    return cache
+
+
+@adapter("B120")
+def kv_write_by_head(i):
+    """In the plain layout of a cache, and with heads before tokens in memory."""
+    tokens, heads, size = i["k"].shape
+    slots = torch.arange(tokens, device=i["k"].device)
+    caches = []
+    for order in ((1, tokens, heads, size), (1, heads, tokens, size)):
+        cache = torch.zeros(order, dtype=torch.uint8, device=i["k"].device)
+        cache = cache if order[1] == tokens else cache.transpose(1, 2)
+        caches.append(written(i["k"], cache, slots, k_scale=i["k_scale"], v_scale=i["k_scale"])[0])
+    assert torch.equal(*caches)
+    return caches[0]
+
+
+@adapter("B122")
+def kv_scale_names(i):
+    from fpk.methods.kv_cache import map_kv_scale_name
+
+    return [map_kv_scale_name(name) for name in i["names"]]
+
+
+@adapter("B124")
+def kv_write_into_a_filled_cache(i):
+    shape = (1, i["block"], *i["k"].shape[1:])
+    cache = torch.full(shape, i["fill"], dtype=torch.uint8, device=i["k"].device)
+    return written(i["k"], cache, i["slots"])[:, :, 0]
+
+
 # ---- runtime ---------------------------------------------------------------
 @adapter("B135")
 def bf16_dot(i):
@@ -541,3 +599,41 @@ def tune_past_a_config_that_fails(i):
 @adapter("B133")
 def compare_fp8(i):
     return [rel_error(a, b) <= 1e-2 for a, b in i["pairs"]]
+
+
+@adapter("B125")
+def tune_what_writes_in_place(i):
+    """The real executor times an op that adds 1 to the case's buffer; the fastest config then runs once."""
+    from unittest import mock
+
+    from fpk.op import Cost, Kernel, Op
+    from fpk.tune.executor import OpExecutor
+    from fpk.tune.timing import FakeTimer
+
+    class Calling(FakeTimer):
+        """Calls what it is to time, as often as the case does."""
+
+        def screen(self, launch, arguments, about_ms):
+            for _ in range(5):
+                launch(arguments)
+            return super().screen(launch, arguments, about_ms)
+
+    def add_one_in_place(buffer: Tensor, *, config: dict[str, Any]) -> None:
+        buffer.add_(1)
+
+    def reference(buffer: Tensor) -> None:
+        buffer.add_(1)
+
+    library = torch.library.Library("fpk_case_b125", "FRAGMENT")
+    with mock.patch.object(fpk.op, "LIBRARY", library), mock.patch.dict(fpk.OPS):
+        op = Op(
+            add_one_in_place, reference, check=lambda **_: None, inputs=lambda **_: dict(buffer=i["buffer"]), domain={},
+            tol=0.0, kernels={c: Kernel(lambda: None) for c in i["configs"]}, key=lambda **_: {}, cases={},
+            configs=lambda **_: [dict(kernel=c) for c in i["configs"]], cost=lambda **_: Cost(0, 0),
+            mutates=("buffer",),
+        )  # fmt: skip
+        executor = OpExecutor("cpu", Calling(lambda config: {"A": 2.0, "B": 1.0}[config["kernel"]]))
+        times = {c: executor.trial(op.name, {}, dict(kernel=c))["us"] for c in i["configs"]}
+        best = min(times, key=times.get)
+        op.launch(i["buffer"], config=dict(kernel=best))
+    return dict(best=best, buffer=i["buffer"])
