@@ -149,11 +149,9 @@ def load_quantized(
     for (module, kind), stored in found.kv_scales.items():
         report.kv_scales.setdefault(module, {})[kind] = source.read(stored.name).float().clone()
     # from here on nothing can fail
-    for name, layer in made.items():
-        _swap(model, model.get_submodule(name), layer)
-        report.layers[name] = layer.scheme
-    for name, tensor in loaded.items():
-        _put(model, plan.places[name], tensor)
+    report.layers = {name: layer.scheme for name, layer in made.items()}
+    _put(model, [(plan.places[name], tensor) for name, tensor in loaded.items()])
+    _swap(model, {plan.modules[name]: layer for name, layer in made.items()})
     report.plain = list(loaded)
     report.notes += [f"skip entry {e!r} matches no layer" for e in _unmatched(model, dialect)]
     return report
@@ -214,7 +212,7 @@ class _Plan:
                 self.report.accepted.append(name)
             else:
                 self.report.unused.append(name)
-        self.report.unused += self.source.unlisted
+        self.report.unused = sorted(self.report.unused + self.source.unlisted)
         filled = {id(self.places[name]) for name in plain}  # tied parameters have two names and one tensor
         of_layers = {f"{layer}.{n}" for layer in self.layers for n in self._state_of(layer)}
         self.report.missing = sorted(
@@ -301,25 +299,26 @@ def _plain(source: Checkpoint, stored: StoredTensor, place: Tensor, device: torc
     return read.to(device, place.dtype, copy=True) if place.is_meta else read
 
 
-def _put(model: nn.Module, place: Tensor, tensor: Tensor) -> None:
-    if not place.is_meta:
-        with torch.no_grad():
-            place.copy_(tensor)
-        return
-    made = nn.Parameter(tensor, requires_grad=False) if isinstance(place, nn.Parameter) else tensor
+def _put(model: nn.Module, values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give parameters and buffers their values: in place where they have data, everywhere where they have none."""
+    made: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for place, tensor in values:
+            if not place.is_meta:
+                place.copy_(tensor)
+            elif isinstance(place, nn.Parameter):
+                made[id(place)] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                made[id(place)] = tensor
     for module in model.modules():
         for own in (module._parameters, module._buffers):
-            for name, value in own.items():
-                if value is place:
-                    own[name] = made  # type: ignore[assignment]
+            own.update({name: made[id(t)] for name, t in own.items() if id(t) in made})  # type: ignore[arg-type, misc]
 
 
-def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a layer in another's place, or places."""
-    for module in model.modules():
-        for name, child in module._modules.items():
-            if child is old:
-                module._modules[name] = new
+def _swap(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
+    """Put layers in the place, or places, of others."""
+    for module in list(model.modules()):
+        module._modules.update({n: made[c] for n, c in module._modules.items() if c is not None and c in made})
 
 
 def _device(model: nn.Module) -> torch.device:
