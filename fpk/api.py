@@ -21,7 +21,7 @@ STATIC = "_static"
 """What the name of static activations ends with."""
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NOT_OPTIONS = ("x", "scale", "zero_point")
+_NOT_OPTIONS = ("x", "scale", "zero_point", "format", "packed")
 _STATIC = {"int": "quantize_int8_static"}  # by the format's kind; every other kind is an FP8
 
 
@@ -30,12 +30,13 @@ class Quantized:
     """A tensor in low precision: value = (code - zero_point) * scale, times global_scale where there is one.
 
     Args:
-        codes: (M, K), or (E, M, K) for a stack of matrices, in the dtype of the scheme's format.
+        codes: (M, K), or (E, M, K) for a stack of matrices, in the dtype of the scheme's format. FP4 and FP6 are packed
+            into uint8: (..., K / 2) and (..., 3 K / 4).
         scale: the codes' rank, one element per group of the scheme's granularity; fp32 (bf16 and fp16 are converted by
-            value), or uint8 holding e8m0 exponents. Finite and positive.
+            value), uint8 holding e8m0 exponents, or for nvfp4 float8_e4m3fn. Finite and positive (e4m3: or 0).
         scheme: a name of `fpk.list_schemes()`.
         zero_point: int32 of scale's shape, or None; int8 only.
-        global_scale: a second multiplier of schemes that have two levels.
+        global_scale: fp32, a second multiplier of schemes that have two levels: (1, 1), (E, 1, 1) or one for each row.
         shape: of the values; None for that of the codes.
         check: whether to check the parts, the scales' values too, which waits for the device. False where the parts
             come from a Quantized or an op.
@@ -54,17 +55,17 @@ class Quantized:
 
     def __post_init__(self, check: bool) -> None:
         if self.shape is None:
-            object.__setattr__(self, "shape", self.codes.shape)
+            object.__setattr__(self, "shape", _unpacked(self.codes.shape, scheme_of(self.scheme)))
         if check:
             self._check()
 
     def _check(self) -> None:
         scheme = scheme_of(self.scheme)
         expect_rank("Quantized.codes", self.codes, 2, 3)
-        allowed = (INT8.dtype,) if scheme.format is INT8 else tuple(FP8)
-        expect_dtype("Quantized.codes", self.codes, *allowed)
-        expect_dtype("Quantized.scale", self.scale, *_SCALE_DTYPES, E8M0.dtype)
-        expect_shape("Quantized.scale", self.scale, scheme.granularity.scale_shape(tuple(self.codes.shape)))
+        exact = scheme.packed or scheme.format is INT8 or scheme.dequantizer != "dequantize"
+        expect_dtype("Quantized.codes", self.codes, *((scheme.format.dtype,) if exact else tuple(FP8)))
+        expect_dtype("Quantized.scale", self.scale, *_scale_dtypes(scheme))
+        expect_shape("Quantized.scale", self.scale, scheme.granularity.scale_shape(_shape(self)))
         if self.scale.dtype in (torch.bfloat16, torch.float16):
             object.__setattr__(self, "scale", self.scale.float())
         if self.zero_point is not None:
@@ -74,6 +75,14 @@ class Quantized:
             expect_shape("Quantized.zero_point", self.zero_point, tuple(self.scale.shape))
         if self.scale.dtype is torch.float32:
             expect_valid_scale("Quantized.scale", self.scale)
+        if ("global_scale" in scheme.outputs) != (self.global_scale is not None):
+            wanted = "a tensor" if self.global_scale is None else "None"
+            raise ValueError(f"Quantized.global_scale: expected {wanted} for {scheme}, got the opposite")
+        if self.global_scale is not None:
+            lead = tuple(self.codes.shape[:-2])
+            expect_dtype("Quantized.global_scale", self.global_scale, torch.float32)
+            expect_shape("Quantized.global_scale", self.global_scale, (*lead, 1, 1), (*lead, self.codes.shape[-2], 1))
+            expect_valid_scale("Quantized.global_scale", self.global_scale)
 
     def __reduce__(self) -> tuple[Any, ...]:
         codes = plain_bytes(self.codes)
@@ -97,13 +106,18 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, of `shape`; computed in fp32 and rounded once to `dtype`."""
-        rows, cols = self.granularity.rows, self.granularity.cols
-        return _op("dequantize")(self.codes, self.scale, self.zero_point, rows=rows, cols=cols, out_dtype=dtype)
+        scheme = scheme_of(self.scheme)
+        op = _op(scheme.dequantizer)
+        if scheme.dequantizer == "dequantize":
+            rows, cols = self.granularity.rows, self.granularity.cols
+            return op(self.codes, self.scale, self.zero_point, rows=rows, cols=cols, out_dtype=dtype)
+        second = () if self.global_scale is None else (self.global_scale,)
+        return op(self.codes, self.scale, *second, out_dtype=dtype, **dict(scheme.options))
 
     def __repr__(self) -> str:
         extra = "".join(f", {n}" for n in ("zero_point", "global_scale") if getattr(self, n) is not None)
         return (
-            f"Quantized({self.scheme}, shape={tuple(self.codes.shape)}, codes={self.format}, "
+            f"Quantized({self.scheme}, shape={_shape(self)}, codes={self.format}, "
             f"scale={tuple(self.scale.shape)} {str(self.scale.dtype).removeprefix('torch.')}{extra}, "
             f"{self.nbytes} bytes, {self.codes.device})"
         )
@@ -139,6 +153,8 @@ def quantize(
     scheme = scheme_of(str(scheme))
     expect_rank("quantize.x", x, 2, 3)
     expect_dtype("quantize.x", x, *FLOAT_INPUTS)
+    if scale is not None and scheme.dequantizer != "dequantize":
+        raise ValueError(f"quantize.scale: expected None for {scheme}, whose scales come from the data, got a scale")
     if scale is not None:
         given = _static_scale(scale, scheme, x)
         if check:
@@ -185,8 +201,13 @@ def mm(
     expect_rank("mm.qw", qw.codes, 2)
     a = qx.codes if isinstance(qx, Quantized) else qx
     expect_rank("mm.qx", a, 2)
-    if a.shape[1] != qw.codes.shape[1]:
-        raise ValueError(f"mm.qx: expected (M, {qw.codes.shape[1]}) for weights of {_shape(qw)}, got {_shape(qx)}")
+    if _shape(qx)[1] != _shape(qw)[1]:
+        raise ValueError(f"mm.qx: expected (M, {_shape(qw)[1]}) for weights of {_shape(qw)}, got {_shape(qx)}")
+    activations = scheme_of(qx.scheme) if isinstance(qx, Quantized) else None
+    if scheme_of(qw.scheme).packed or (activations is not None and activations.packed):
+        raise NotImplementedError(
+            f"mm: fpk has no product of {activations or a.dtype} activations and {qw.scheme} weights"
+        )
     if qw.zero_point is not None:
         raise NotImplementedError("mm.qw: weights with zero points have no op, use symmetric weights")
     rows, cols = qw.granularity.rows, qw.granularity.cols
@@ -256,7 +277,7 @@ def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
     first, colon, second = str(text).partition(":")
     weight = scheme_of(first.strip())
     if not weight.activation:
-        raise ValueError(f"scheme {text!r}: {weight} has no product as weights, expected a scheme without zero points")
+        raise ValueError(f"scheme {text!r}: {weight} has no product as weights yet, or has zero points")
     second = second.strip() if colon else weight.activation
     static = second.endswith(STATIC)
     if static and second not in static_schemes():
@@ -338,5 +359,16 @@ def _quantize_static(
     return Quantized(op(x, scale, **arguments), scale, scheme.name, zero_point, check=False)
 
 
-def _shape(x: Quantized | Tensor) -> str:
-    return str(tuple(x.codes.shape if isinstance(x, Quantized) else x.shape))
+def _shape(x: Quantized | Tensor) -> tuple[int, ...]:
+    return tuple(x.shape or ())
+
+
+def _unpacked(shape: torch.Size, scheme: Scheme) -> torch.Size:
+    """Shape of the values of codes of this shape."""
+    return torch.Size((*shape[:-1], shape[-1] * 8 // scheme.format.bits)) if scheme.packed else shape
+
+
+def _scale_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:
+    if scheme.dequantizer == "dequantize":
+        return (*_SCALE_DTYPES, E8M0.dtype)
+    return (E8M0.dtype,) if scheme.scale_format == "e8m0" else (E4M3FN.dtype,)

@@ -98,14 +98,6 @@ SCALE_TILES = {"128x4": (128, 32), "8x4": (8, 8)}
 (the rows of a strip are 4 bytes apart times the number of strips)."""
 
 
-def swizzled_offsets(rows: int, cols: int, layout: str, device: torch.device) -> Tensor:
-    """Where the scale of row i and column j lies in a matrix of scales of that layout: int64 (rows, cols)."""
-    tile, strip = SCALE_TILES[layout]
-    i, j = torch.arange(rows, device=device)[:, None], torch.arange(cols, device=device)[None, :]
-    first = (i // tile * -(-cols // 4) + j // 4) * tile * 4
-    return first + i % strip * (tile // strip * 4) + i % tile // strip * 4 + j % 4
-
-
 MX = {
     m.name: m
     for m in (
@@ -137,37 +129,6 @@ def mx_scale(amax: Tensor, mx: Microscaling, rule: str) -> Tensor:
     byte = (t + more.int() - mx.element.emax + 127).clamp(0, 254)
     byte = torch.where(amax == 0, 0, byte)
     return torch.where(amax.isinf(), 255, byte).to(torch.uint8)
-
-
-def pack_codes(codes: Tensor, bits: int, order: str = "low_first") -> Tensor:
-    """Pack uint8 codes of 4 or 6 bits along the last dimension: 2 into a byte, 4 into three bytes.
-
-    The codes form a word, the first in its lowest bits, stored little-endian; "high_first": in its highest bits,
-    stored big-endian.
-    """
-    per_word = 8 // bits if bits == 4 else 4
-    count = per_word * bits // 8
-    words = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_word, per_word).to(torch.int32) & ((1 << bits) - 1)
-    places = range(per_word) if order == "low_first" else range(per_word - 1, -1, -1)
-    word = sum((words[..., i] << (bits * place) for i, place in enumerate(places)), torch.zeros_like(words[..., 0]))
-    bytes_ = [(word >> (8 * i)) & 255 for i in range(count)]
-    if order == "high_first":
-        bytes_.reverse()
-    return torch.stack(bytes_, -1).flatten(-2).to(torch.uint8)
-
-
-def unpack_codes(packed: Tensor, bits: int, order: str = "low_first") -> Tensor:
-    """The inverse of `pack_codes`."""
-    per_word = 8 // bits if bits == 4 else 4
-    count = per_word * bits // 8
-    bytes_ = packed.reshape(*packed.shape[:-1], packed.shape[-1] // count, count).to(torch.int32)
-    if order == "high_first":
-        bytes_ = bytes_.flip(-1)
-    word = sum((bytes_[..., i] << (8 * i) for i in range(count)), torch.zeros_like(bytes_[..., 0]))
-    codes = [(word >> (bits * i)) & ((1 << bits) - 1) for i in range(per_word)]
-    if order == "high_first":
-        codes.reverse()
-    return torch.stack(codes, -1).flatten(-2).to(torch.uint8)
 
 
 def exponent_of(magnitude: Tensor) -> Tensor:
@@ -332,8 +293,8 @@ class Scheme:
     `quantizer` names the op that quantizes dynamically, `outputs` says what it returns, in order. Its arguments
     `group`, `block_rows` and `block_cols` come from the granularity, `dtype` from the format and the device; `options`
     holds the others that belong to the scheme. `activation` is the scheme of the activations that a layer with weights
-    of this one has unless told otherwise; empty for schemes that weights cannot have. Adding a scheme is adding one
-    entry to SCHEMES.
+    of this one has unless told otherwise; empty for schemes that weights cannot have. `dequantizer` names the op that
+    gives the values back. Adding a scheme is adding one entry to SCHEMES.
     """
 
     name: str
@@ -344,13 +305,27 @@ class Scheme:
     options: tuple[tuple[str, int | str], ...] = ()
     outputs: tuple[str, ...] = ("codes", "scale")
     activation: str = ""
+    dequantizer: str = "dequantize"
 
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def packed(self) -> bool:
+        """Are several codes packed together, so that a row of codes is shorter than a row of values?"""
+        return self.format.bits < 8
+
 
 _WEIGHT_INT8 = (("qmin", -127),)  # symmetric weights: -128 has no positive partner
 _ASYMMETRIC = ("codes", "scale", "zero_point")
+
+
+def _mx(name: str, activation: str = "") -> "Scheme":
+    return Scheme(
+        name, MX[name].element, per_group(MX_BLOCK), "e8m0", "quantize_mx", (("format", name),),
+        activation=activation, dequantizer="dequantize_mx",
+    )  # fmt: skip
+
 
 SCHEMES = {
     s.name: s
@@ -374,6 +349,13 @@ SCHEMES = {
         Scheme(
             "int8_token_asymmetric", INT8, PER_TOKEN,
             quantizer="quantize_int8_token_asymmetric", outputs=_ASYMMETRIC,
+        ),
+        _mx("mxfp8_e4m3", activation="mxfp8_e4m3"),
+        _mx("mxfp8_e5m2", activation="mxfp8_e5m2"),
+        *(_mx(name) for name in ("mxfp6_e3m2", "mxfp6_e2m3", "mxfp4")),
+        Scheme(
+            "nvfp4", E2M1, per_group(NVFP4_BLOCK), "e4m3fn",
+            quantizer="quantize_nvfp4", outputs=("codes", "scale", "global_scale"), dequantizer="dequantize_nvfp4",
         ),
     )
 }  # fmt: skip

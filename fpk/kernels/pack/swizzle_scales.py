@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fpk.check import expect_dtype, expect_one_of, expect_rank
 from fpk.db import Config, bucket
-from fpk.formats import SCALE_TILES, swizzled_offsets
+from fpk.formats import SCALE_TILES
+from fpk.kernels._packed import swizzled_offsets
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, strided
 

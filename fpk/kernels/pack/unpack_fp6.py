@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fpk.check import expect_dtype, expect_multiple, expect_one_of, expect_rank
 from fpk.db import Config, bucket
-from fpk.formats import CODE_ORDERS, unpack_codes
+from fpk.formats import CODE_ORDERS
 from fpk.kernels._microscale import load_packed
+from fpk.kernels._packed import unpack_codes
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, strided
 from fpk.shapes import activation_cases

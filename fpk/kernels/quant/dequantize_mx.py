@@ -16,8 +16,9 @@ from torch import Tensor
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_multiple, expect_one_of, expect_rank, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.formats import E8M0, FP8, MX, MX_BLOCK, Microscaling, decode, unpack_codes
+from fpk.formats import E8M0, FP8, MX, MX_BLOCK, Microscaling, decode
 from fpk.kernels._microscale import decode_element, element_constants, load_packed
+from fpk.kernels._packed import unpack_codes
 from fpk.kernels._tile import decode_e8m0
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, strided

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_one_of, expect_rank, expect_shape
 from fpk.db import Config, bucket
-from fpk.formats import E2M1, E4M3FN, NVFP4_BLOCK, decode, unpack_codes
+from fpk.formats import E2M1, E4M3FN, NVFP4_BLOCK, decode
 from fpk.kernels._microscale import decode_narrow, load_packed
+from fpk.kernels._packed import unpack_codes
 from fpk.kernels._tile import decode_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, scales, strided

@@ -34,7 +34,6 @@ from fpk.formats import (
     encode_int8,
     finite_amax,
     mx_scale,
-    pack_codes,
 )
 from fpk.kernels._microscale import (
     any_odd,
@@ -47,6 +46,7 @@ from fpk.kernels._microscale import (
     scaled,
     store_packed,
 )
+from fpk.kernels._packed import pack_codes
 from fpk.kernels._tile import amax_key, amax_of_key, clamp_to
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided

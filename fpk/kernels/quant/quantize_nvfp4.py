@@ -33,9 +33,10 @@ from fpk.check import (
 )
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.formats import E2M1, E4M3FN, NVFP4_BLOCK, decode, encode, finite_amax, pack_codes
+from fpk.formats import E2M1, E4M3FN, NVFP4_BLOCK, decode, encode, finite_amax
 from fpk.kernels._amax import partial_amax, total_amax
 from fpk.kernels._microscale import any_odd, decode_narrow, largest_magnitude, narrow_codes, scaled, store_packed
+from fpk.kernels._packed import pack_codes
 from fpk.kernels._tile import amax_key, amax_of_key, cast_fp8, decode_fp8, fp8_constants
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
