@@ -44,3 +44,11 @@ def test_cuts_sum_to_the_whole(cut, launches):
     parts = product(offset, K) + (product(0, offset) if offset else 0.0)
     assert_close(parts, product(0, K), 1e-6)
     assert launches() > 0
+
+
+@pytest.mark.parametrize("name", ["scaled_mm_group", "mm_weight_only"])
+def test_no_column_is_refused(name):
+    """There would be no scale to read; `scaled_mm`, whose scales do not change along K, gives zeros."""
+    args = make(OPS[name], dict(M=3, N=5, K=0))
+    with pytest.raises(ValueError, match=f"{name}.a: expected at least one element along dimension 1, got \\(3, 0\\)"):
+        OPS[name](**args)

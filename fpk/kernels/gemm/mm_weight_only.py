@@ -25,6 +25,7 @@ from fpk.check import (
     expect_dtype,
     expect_granularity,
     expect_inner_contiguous,
+    expect_not_empty,
     expect_one_of,
     expect_rank,
     expect_shape,
@@ -66,6 +67,7 @@ def check(
 ) -> None:  # fmt: skip
     expect_rank("mm_weight_only.a", a, 2)
     expect_rank("mm_weight_only.b", b, 2)
+    expect_not_empty("mm_weight_only.a", a, 1)
     expect_dtype("mm_weight_only.a", a, torch.bfloat16, torch.float16)
     expect_dtype("mm_weight_only.b", b, *FP8, torch.int8)
     N = b.shape[0]
@@ -252,7 +254,7 @@ def mm_weight_only(
         (M, N) of `out_dtype`, accumulated in fp32.
 
     Raises:
-        ValueError: a shape, dtype or stride does not fit.
+        ValueError: a shape, dtype or stride does not fit, or K is 0.
     """
     (M, K), N = a.shape, b.shape[0]
     out = torch.empty((M, N), dtype=out_dtype or a.dtype, device=a.device)

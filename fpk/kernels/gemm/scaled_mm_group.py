@@ -29,6 +29,7 @@ from fpk.check import (
     expect_fp8_matmul,
     expect_granularity,
     expect_inner_contiguous,
+    expect_not_empty,
     expect_one_of,
     expect_rank,
     expect_shape,
@@ -80,6 +81,7 @@ def check(
 ) -> None:  # fmt: skip
     expect_rank("scaled_mm_group.a", a, 2)
     expect_rank("scaled_mm_group.b", b, 2)
+    expect_not_empty("scaled_mm_group.a", a, 1)
     (M, K), N = a.shape, b.shape[0]
     expect_dtype("scaled_mm_group.a", a, *FP8, torch.int8)
     expect_dtype("scaled_mm_group.b", b, a.dtype)
@@ -342,7 +344,7 @@ def scaled_mm_group(
         (M, N) of `out_dtype`.
 
     Raises:
-        ValueError: a shape, dtype, stride, group or offset does not fit.
+        ValueError: a shape, dtype, stride, group or offset does not fit, or K is 0.
         NotImplementedError: FP8 on a GPU without FP8 matrix units.
     """
     (M, K), N = a.shape, b.shape[0]
