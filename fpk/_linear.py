@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_shape, expect_valid_scale
-from fpk.formats import FP8, INT8
+from fpk.formats import FP8, INT8, Scheme
+from fpk.op import OPS
 
 
 class QuantizedLinear(nn.Module):
@@ -59,9 +60,8 @@ class QuantizedLinear(nn.Module):
         self._quantizer = str(scheme.activation)
         # decided here, so that a traced forward looks no device up
         same_format = scheme.activation is not None and scheme.activation.format is scheme.weight.format
-        self._options: dict[str, Any] = (
-            {"dtype": weight.codes.dtype} if same_format and weight.codes.dtype in FP8 else {}
-        )
+        follows = same_format and weight.codes.dtype in FP8 and _takes_dtype(scheme.activation)
+        self._options: dict[str, Any] = {"dtype": weight.codes.dtype} if follows else {}
         if scheme.static:
             self._options["check"] = False
         self.register_buffer("weight", weight.codes)
@@ -209,6 +209,11 @@ def _input_scale(name: str, scheme: LayerScheme, amax: float | None, device: tor
         raise ValueError(f"{name}.input_amax: expected a finite magnitude for {scheme}, got {amax}")
     assert scheme.activation is not None
     return quantize(torch.full((1, 1), amax, dtype=torch.float32, device=device), scheme.activation).scale
+
+
+def _takes_dtype(scheme: Scheme | None) -> bool:
+    """May the scheme's codes be another FP8 type than the format's? Microscaling has but one."""
+    return scheme is not None and "dtype" in OPS[scheme.quantizer].__signature__.parameters
 
 
 def _told(tensor: Tensor | None) -> str:

@@ -257,7 +257,10 @@ def study(
     scheme: Annotated[
         list[str] | None, typer.Option(help="Layer scheme, 'weights:activations'; may be repeated. Default: all.")
     ] = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of each text; of pydoc by default a third.")] = 4,
+    sequences: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences of each text. Default: 4, fewer for many schemes; of pydoc a third."),
+    ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
     out: Annotated[Path | None, typer.Option(help="Directory for tables, plots and index.html.")] = None,
     ignore: Annotated[
@@ -275,12 +278,13 @@ def study(
     start = time.perf_counter()
     from rich.console import Console
 
-    from fpk.study.measure import new_study, run_study
+    from fpk.study.measure import default_sequences, new_study, run_study
     from fpk.study.model import load_model
     from fpk.study.report import rich_table, write_report
     from fpk.study.text import load_text
 
     errors = Console(stderr=True)
+    sequences = sequences or default_sequences(scheme)
     with errors.status("loading the model"):
         subject = load_model(model, layers=layers, device=device)
         sources = {t: sequences for t in text} if text else {"sotu": sequences, "pydoc": max(1, sequences // 3)}

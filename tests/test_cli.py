@@ -148,6 +148,18 @@ def test_study_writes_a_report(directory, text, tmp_path):  # noqa: F811
     assert set(table["text"]) == {"prose"} and set(table["length"]) == {32}
 
 
+def test_study_calibrates_static_activations(directory, text, tmp_path):  # noqa: F811
+    scheme = "int8_channel:int8_tensor_static"
+    done = study(directory, text, "--scheme", scheme, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "calibrating static activations" in done.stderr and scheme in done.stdout
+    facts = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert facts["static activations"].startswith("calibrated on 32 tokens")
+    text.write_text("ABBA" * 16)  # 64 tokens, all of them measured
+    whole = study(directory, text, "--scheme", scheme)
+    assert whole.exit_code == 0 and "no text is left to calibrate on" in " ".join(whole.stdout.split())
+
+
 def test_study_prints_json_to_stdout_alone(directory, text):  # noqa: F811
     done = study(directory, text, "--scheme", "fp8_channel", "--json")
     rows = json.loads(done.stdout)

@@ -1,5 +1,7 @@
 """The study against plain PyTorch fake quantization, its files, and what it says to mistakes."""
 
+import copy
+import io
 import json
 import math
 
@@ -7,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from plain_study import FakeLinear, fake_by_name, plain_perplexity, plain_ranges
+from rich.console import Console
 from torch import nn
 
 import fpk
@@ -16,7 +19,7 @@ from fpk.study import measure
 from fpk.study import model as models
 from fpk.study.measure import BASELINE, layer_schemes, new_study, run_study
 from fpk.study.model import StudyError, load_model
-from fpk.study.report import write_report
+from fpk.study.report import rich_table, write_report
 from fpk.study.text import Text, load_text
 
 pytest.importorskip("transformers")
@@ -189,7 +192,8 @@ def test_a_new_scheme_is_studied_without_another_edit(monkeypatch):
     assert len(set(before)) == len(before)
     assert not any(s.startswith(("fp8_token", "int8_token")) for s in before)
     parts = {part for s in before for part in s.split(":")}
-    assert parts >= set(fpk.list_schemes()) | {"fp8_tensor_static", "int8_tensor_static", "none"}
+    names = [s.name for s in SCHEMES.values() if s.activation or s.granularity.cols < 0]  # others have no product
+    assert parts == {*names, "fp8_tensor_static", "int8_tensor_static", "none"} - {new.name}
     assert {"int8_channel:int8_token_asymmetric", "fp8_tensor:fp8_tensor_static"} <= set(before)
 
 
@@ -211,6 +215,12 @@ def test_a_text_that_ends_leaves_fewer_tokens_to_calibrate_on(subject, tmp_path)
     length = len(ids) // 5
     assert load_text(subject, tmp_path / "short.txt", 4, length).rest.shape == (1, length)
     assert load_text(subject, tmp_path / "short.txt", 5, length).rest.shape == (0, length)
+
+
+def test_more_schemes_get_fewer_sequences():
+    assert measure.default_sequences(["fp8_channel"]) == measure.default_sequences(["fp8_channel"] * 20) == 4
+    assert measure.default_sequences(["fp8_channel"] * 27) == 2 == measure.default_sequences(["fp8_channel"] * 99)
+    assert measure.default_sequences() == measure.default_sequences(layer_schemes())
 
 
 def test_a_scheme_that_cannot_run_here_is_a_row_with_a_note(subject, text, monkeypatch):
@@ -286,6 +296,19 @@ def test_report_is_complete_and_stands_alone(study, tmp_path):
     assert "http" not in page.replace("http-equiv", "") and 'src="data:' in page
     for scheme in study.schemes["scheme"][1:]:
         assert scheme in page
+
+
+def test_the_table_fits_80_columns(study):
+    """With the two texts of the demo and perplexities below 100, as a whole model has them."""
+    wide = copy.deepcopy(study)
+    rows = [row | {"perplexity": 14.25, "delta_pct": 10.18} for row in wide.perplexity_rows]
+    wide.perplexity_rows = [*rows, *(row | {"text": "sotu"} for row in rows)]
+    console = Console(width=200, file=io.StringIO())
+    console.print(rich_table(wide))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert "  int8_token_asymmetric" in lines
+    assert any(line.startswith("int8_channel:int8_tensor_static ") for line in lines)
 
 
 def test_report_into_a_file_is_refused(study, tmp_path):

@@ -56,13 +56,22 @@ def layer_schemes() -> list[str]:
     return names
 
 
+def default_sequences(schemes: Sequence[str] | None = None) -> int:
+    """How many sequences a text has by default: two cores do all of it in less than five minutes.
+
+    The default model takes 5 s of CPU time a scheme, and 2 s for each sequence of 512 tokens.
+    """
+    return min(4, max(2, 80 // len(schemes or layer_schemes())))
+
+
 def _further_activations(weight: Scheme) -> list[str]:
     """Activations beside the usual ones that a weight scheme is shown with."""
     if weight.granularity.cols > 0:
         return []
     names = [s for s in static_schemes() if SCHEMES[s.removesuffix(STATIC)].format is weight.format]
     if weight.granularity.name == "channel":
-        names += [s.name for s in SCHEMES.values() if not s.activation and s.format is weight.format]
+        others = (s for s in SCHEMES.values() if not s.activation and s.granularity.cols < 0)
+        names += [s.name for s in others if s.format is weight.format]
     return names
 
 

