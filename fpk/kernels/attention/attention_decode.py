@@ -283,7 +283,7 @@ def inputs(
     dv = dv or D
     dtype = dtype or q_dtype
     width = triton.cdiv(tokens, page)
-    pages = pages or M * width + 1
+    pages = pages or min(M * width + 1, 2**16)
     # pages in any order; sequences share them where there are too few
     order = torch.randperm(pages, generator=generator(seed + 6, device), device=device)
     table = order[torch.arange(M * width, device=device) % pages].view(M, width).int()
