@@ -27,7 +27,7 @@ def check(swizzled: Tensor, rows: int, cols: int, layout: str, **_: Any) -> None
     expect_dtype("unswizzle_scales.swizzled", swizzled, torch.uint8, torch.float8_e4m3fn)
     expect_rank("unswizzle_scales.swizzled", swizzled, 2, 3)
     expect_one_of("unswizzle_scales.layout", layout, SCALE_TILES)
-    tile, _ = SCALE_TILES[layout]
+    tile = SCALE_TILES[layout][0]
     padded = (triton.cdiv(rows, tile) * tile, triton.cdiv(cols, 4) * 4)
     expect_shape("unswizzle_scales.swizzled", swizzled, (*swizzled.shape[:-2], *padded))
 
