@@ -129,3 +129,5 @@ FIXES = {f.__name__: f for f in (fp8_casts, bf16_casts, bf16_arithmetic, narrow_
 for _name, _fix in FIXES.items():
     if _name != os.environ.get("FPK_WITHOUT_INTERPRETER_FIX"):
         _fix()
+
+interpreter.fpk_fixes = FIXES  # fpk.kernels warns where this is missing

@@ -1,4 +1,4 @@
-"""CPU tensors outside the interpreter: ops run their references, whatever modes of torch surround the call."""
+"""What a process of its own does on a CPU: references, whatever modes surround the call, or the interpreter."""
 
 import os
 import subprocess
@@ -35,11 +35,11 @@ assert fpk.mm(none, weight).shape == (0, 8)
 """
 
 
-def run(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
-    )
+def run(script: str, interpret: str = "0") -> str:
+    env = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": os.path.dirname(__file__)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def test_autocast_changes_no_number():
@@ -48,3 +48,8 @@ def test_autocast_changes_no_number():
 
 def test_no_rows_with_any_strides():
     run(EMPTY)
+
+
+def test_interpreter_as_it_comes_is_warned_about():
+    assert "interpreter_fixes.py" in run("import fpk.kernels", interpret="1")
+    assert "interpreter_fixes.py" not in run("import interpreter_fixes, fpk.kernels", interpret="1")

@@ -2,7 +2,20 @@
 
 import importlib
 import pkgutil
+import warnings
+
+from fpk.device import INTERPRETING
 
 for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
     if not _module.ispkg and not _module.name.rsplit(".", 1)[-1].startswith("_"):
         importlib.import_module(_module.name)
+
+if INTERPRETING:
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "fpk_fixes"):
+        warnings.warn(
+            "TRITON_INTERPRET=1: Triton's interpreter computes wrong numbers with bf16 and FP8 unless "
+            "tests/interpreter_fixes.py is imported before fpk's kernels",
+            stacklevel=2,
+        )
