@@ -228,20 +228,22 @@ def configs(q: Tensor, key_cache: Tensor, block_table: Tensor, **_: Any):
     most = triton.cdiv(block_table.shape[1] * page, 256)  # parts of at least 256 tokens
     wanted = triton.next_power_of_2(triton.cdiv(4 * of(q.device).sm_count, programs))
     default = min(most, wanted)
-    for n, warps, stages in ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)):  # ever less shared memory
-        yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=default, num_warps=warps, num_stages=stages)
+    # the pipeline spends its stages on two loads, pages and then their tokens: five are two buffers of tokens
+    deep = 3 if of(q.device).vendor == "amd" else 5
+    for n, stages in ((64, deep), (64, 3), (64, 2), (32, 2), (16, 1)):  # ever less shared memory
+        yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=default, num_warps=4, num_stages=stages)
     for splits in sorted({1, 3, min(most, 2 * wanted), min(most, 4 * wanted), default}):
         for n in (32, 64, 128):
             for warps in (2, 4, 8):
-                for stages in (2, 3, 4):
+                for stages in (2, 3, 5, 7):
                     yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=splits, num_warps=warps, num_stages=stages)
 
 
 def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
     width = triton.next_power_of_2(q.shape[-1]) + triton.next_power_of_2(value_cache.shape[-1])
     tokens, tall = config["BLOCK_N"], config["BLOCK_H"]
-    stages = config["num_stages"] if device.vendor != "amd" else max(1, config["num_stages"] - 1)
-    loaded = tokens * width * key_cache.element_size() * stages
+    buffers = config["num_stages"] - 1 if device.vendor == "amd" else config["num_stages"] // 2
+    loaded = tokens * width * key_cache.element_size() * max(1, buffers)
     # decoded tiles, queries and probabilities pass through shared memory on their way to the matrix unit
     staged = 2 * tokens * width + 2 * tall * (width + 2 * tokens)
     return loaded + staged + 2048 <= device.shared_limit
