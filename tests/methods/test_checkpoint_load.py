@@ -223,10 +223,11 @@ def test_tied_output_layer(tmp_path):
     path = fp8_tensor_checkpoint(tmp_path, tiny(), lambda t: t.pop("lm_head.weight"))
     report = fpk.load_quantized(model, path)
     assert not report.missing and model.lm_head.weight is model.embed.weight
-    with torch.device("meta"):
-        empty = Tiny().bfloat16()
+    empty = tiny().to("meta")
     empty.lm_head.weight = empty.embed.weight
     fpk.load_quantized(empty, path)
+    made = empty.embed._parameters["weight"]
+    assert isinstance(made, torch.nn.Parameter) and not made.requires_grad
     assert empty.lm_head.weight is empty.embed.weight and torch.equal(empty.embed.weight, tiny().embed.weight)
 
 
