@@ -41,20 +41,10 @@ def exists(need: str) -> bool:
 
 # Rows leave this table when what they wait for lands: the test asserts that it is really missing.
 WAITING: dict[str, str] = {
-    "B25": "scheme:mxfp4",
-    "B27": "scheme:mxfp6_e2m3",
-    "B29": "scheme:mxfp8_e5m2",
-    "B33": "scheme:mxfp8_e4m3",
-    "B35": "fpk.nn:load_quantized",
-    "B37": "scheme:mxfp8_e4m3",
-    "B40": "scheme:mxfp4",
-    "B41": "scheme:nvfp4",
-    "B42": "scheme:nvfp4",
-    "B43": "scheme:nvfp4",
-    "B45": "scheme:nvfp4",
-    "B47": "scheme:nvfp4",
-    "B49": "scheme:mxfp4",
-    "B76": "scheme:mxfp8_e4m3",
+    "B40": "op:mm_mx",
+    "B41": "fpk.methods:Nvfp4LinearMethod",
+    "B47": "fpk.methods:Nvfp4LinearMethod",
+    "B76": "fpk.methods:Mxfp8LinearMethod",
     "B82": "fpk.nn:load_quantized",
     "B84": "fpk.nn:load_quantized",
     "B88": "fpk.nn:load_quantized",
@@ -164,6 +154,67 @@ def decode_e8m0(i):
 @adapter("B39")
 def encode_elements(i):
     return {name: formats.encode(x, formats.FORMATS["e2m1" if name == "tiny" else name]) for name, x in i.items()}
+
+
+MX_NAMES = {"e4m3fn": "mxfp8_e4m3", "e5m2": "mxfp8_e5m2", "e2m3": "mxfp6_e2m3", "e2m1": "mxfp4"}
+
+
+def mx_bytes(amax: list[float], fmt: str, rule: str) -> Tensor:
+    """Scale bytes of blocks with these maxima."""
+    x = torch.tensor(amax)[:, None].expand(-1, 4)
+    return fpk.OPS["quantize_mx"](x, format=MX_NAMES[fmt], rule=rule)[1][:, 0]
+
+
+@adapter("B25")
+def mx_scales(i):
+    return {pair: mx_bytes(i["amax"], *pair) for pair in i["pairs"]}
+
+
+@adapter("B27")
+def mx_scale_even(i):
+    return mx_bytes(i["amax"], "e2m3", "even")
+
+
+@adapter("B37")
+def mx_scales_of_powers(i):
+    floor = mx_bytes([2.0**k for k in i["ks"]], "e4m3fn", "floor")
+    return dict(floor=floor, rceil=mx_bytes([448 * 2.0**k for k in i["ks"]], "e4m3fn", "rceil"))
+
+
+@adapter("B29")
+def mx_quant_by_two_rules(i):
+    quantized = {rule: fpk.quantize(i["x"], "mxfp8_e5m2", rule=rule) for rule in ("floor", "rceil")}
+    return {rule: dict(scale=q.scale, deq=q.dequantize()) for rule, q in quantized.items()}
+
+
+@adapter("B33")
+def mx_quant_short_block(i):
+    return dict(scale=fpk.quantize(i["x"], "mxfp8_e4m3", rule="floor").scale)
+
+
+@adapter("B35")
+def swizzle(i):
+    return fpk.OPS["swizzle_scales"](i["s"]).flatten()
+
+
+# ---- nvfp4, pack -----------------------------------------------------------
+@adapter("B42", "B43")
+def nvfp4_dequant(i):
+    over = i["global_scale"].reshape(-1, 1)  # one for all rows, or each row its shard's
+    out_dtype = torch.bfloat16 if len(over) == 1 else torch.float32
+    return fpk.OPS["dequantize_nvfp4"](i["codes"], i["block_scale"], over, packed=False, out_dtype=out_dtype)
+
+
+@adapter("B45")
+def nvfp4_quant(i):
+    codes, scale, over = fpk.OPS["quantize_nvfp4"](i["x"], packed=False)
+    return dict(codes=codes, block_scale=as_uint8(scale), global_scale=over)
+
+
+@adapter("B49")
+def pack(i):
+    packed = fpk.OPS["pack_fp4"](i["codes"])
+    return dict(packed=packed, unpacked=fpk.OPS["unpack_fp4"](packed))
 
 
 # ---- int8 ------------------------------------------------------------------
