@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, expect_valid_scale, fp8_dtype
-from fpk.formats import E4M3FN, E8M0, FP8, INT8, SCHEMES, Format, Granularity, Scheme, scheme_of
+from fpk.formats import E4M3FN, E8M0, FP8, INT8, SCHEMES, Format, Granularity, Scheme, decode, scheme_of
 from fpk.op import OPS, Op
 
 __all__ = ["LayerScheme", "Quantized", "mm", "parse_layer_scheme", "quantize"]
@@ -65,7 +65,12 @@ class Quantized:
         exact = scheme.packed or scheme.format is INT8 or scheme.dequantizer != "dequantize"
         expect_dtype("Quantized.codes", self.codes, *((scheme.format.dtype,) if exact else tuple(FP8)))
         expect_dtype("Quantized.scale", self.scale, *_scale_dtypes(scheme))
-        expect_shape("Quantized.scale", self.scale, scheme.granularity.scale_shape(_shape(self)))
+        values = tuple(_unpacked(self.codes.shape, scheme))
+        if _shape(self) != values:
+            raise ValueError(
+                f"Quantized.shape: expected {values} for codes of {tuple(self.codes.shape)}, got {_shape(self)}"
+            )
+        expect_shape("Quantized.scale", self.scale, scheme.granularity.scale_shape(values))
         if self.scale.dtype in (torch.bfloat16, torch.float16):
             object.__setattr__(self, "scale", self.scale.float())
         if self.zero_point is not None:
@@ -73,11 +78,12 @@ class Quantized:
                 raise ValueError(f"Quantized.zero_point: expected None for {scheme}, got a tensor")
             expect_dtype("Quantized.zero_point", self.zero_point, torch.int32)
             expect_shape("Quantized.zero_point", self.zero_point, tuple(self.scale.shape))
-        if self.scale.dtype is torch.float32:
-            expect_valid_scale("Quantized.scale", self.scale)
+        elif "zero_point" in scheme.outputs:
+            raise ValueError(f"Quantized.zero_point: expected a tensor for {scheme}, got None")
+        expect_valid_scale("Quantized.scale", _scale_values(self.scale))
         if ("global_scale" in scheme.outputs) != (self.global_scale is not None):
-            wanted = "a tensor" if self.global_scale is None else "None"
-            raise ValueError(f"Quantized.global_scale: expected {wanted} for {scheme}, got the opposite")
+            wanted, got = ("a tensor", "None") if self.global_scale is None else ("None", "a tensor")
+            raise ValueError(f"Quantized.global_scale: expected {wanted} for {scheme}, got {got}")
         if self.global_scale is not None:
             lead = tuple(self.codes.shape[:-2])
             expect_dtype("Quantized.global_scale", self.global_scale, torch.float32)
@@ -366,6 +372,14 @@ def _shape(x: Quantized | Tensor) -> tuple[int, ...]:
 def _unpacked(shape: torch.Size, scheme: Scheme) -> torch.Size:
     """Shape of the values of codes of this shape."""
     return torch.Size((*shape[:-1], shape[-1] * 8 // scheme.format.bits)) if scheme.packed else shape
+
+
+def _scale_values(scale: Tensor) -> Tensor:
+    """Scales of any dtype as numbers. The e4m3 scale of a block of zeros is 0, which stands for no number: 1 here."""
+    if scale.dtype is E8M0.dtype:
+        return decode(scale, E8M0)
+    values = scale.float()
+    return torch.where(values == 0, 1.0, values) if scale.dtype is E4M3FN.dtype else values
 
 
 def _scale_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:

@@ -197,8 +197,32 @@ def test_quantized_refuses_parts_that_do_not_fit():
         Quantized(q.codes, q.scale, "int8_token")
     with pytest.raises(ValueError, match=r"Quantized.zero_point: expected None"):
         Quantized(q.codes, q.scale, "fp8_token", zero_point=torch.zeros(2, 1, dtype=torch.int32))
+    codes = torch.ones(2, 4, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"Quantized.zero_point: expected int32"):
-        Quantized(torch.ones(2, 4, dtype=torch.int8), q.scale, "int8_token", zero_point=torch.zeros(2, 1))
+        Quantized(codes, q.scale, "int8_token", zero_point=torch.zeros(2, 1))
+    with pytest.raises(ValueError, match=r"Quantized.zero_point: expected a tensor for int8_token_asymmetric"):
+        Quantized(codes, q.scale, "int8_token_asymmetric")
+    with pytest.raises(ValueError, match=r"Quantized.shape: expected \(2, 4\) for codes of \(2, 4\), got \(2, 3\)"):
+        Quantized(q.codes, q.scale, "fp8_token", shape=torch.Size((2, 3)))
+    with pytest.raises(ValueError, match=r"Quantized.global_scale: expected None for fp8_token, got a tensor"):
+        Quantized(q.codes, q.scale, "fp8_token", global_scale=torch.ones(1, 1))
+
+
+def test_quantized_refuses_block_scales_that_are_no_numbers():
+    packed = torch.zeros(1, 16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"Quantized.shape: expected \(1, 32\) for codes of \(1, 16\), got \(1, 16\)"):
+        Quantized(packed, torch.full((1, 1), 127, dtype=torch.uint8), "mxfp4", shape=packed.shape)
+    for codes, scheme in ((packed, "mxfp4"), (quantize(torch.ones(1, 32), "fp8_token").codes, "fp8_token")):
+        assert Quantized(codes, torch.full((1, 1), 254, dtype=torch.uint8), scheme).shape == (1, 32)
+        with pytest.raises(ValueError, match=r"Quantized.scale: expected finite positive scales, got nan"):
+            Quantized(codes, torch.full((1, 1), 255, dtype=torch.uint8), scheme)
+    one = torch.ones(1, 1)
+    assert Quantized(packed, torch.zeros(1, 2).to(torch.float8_e4m3fn), "nvfp4", global_scale=one).shape == (1, 32)
+    for bad in (float("nan"), -1.0):
+        with pytest.raises(ValueError, match=f"Quantized.scale: expected finite positive scales, got {bad}"):
+            Quantized(packed, torch.tensor([[1.0, bad]]).to(torch.float8_e4m3fn), "nvfp4", global_scale=one)
+    with pytest.raises(ValueError, match=r"Quantized.global_scale: expected a tensor for nvfp4, got None"):
+        Quantized(packed, torch.ones(1, 2).to(torch.float8_e4m3fn), "nvfp4")
 
 
 def test_quantized_reads_well_and_counts_its_bytes():
