@@ -71,6 +71,21 @@ PLANTS = [
           "mask = (offs_m < M - 1)[:, None] & (offs_n < N)[None, :]\n    tl.store"),
     Plant("scaled_mm", "a part of the split lost", "for _ in range(1, SPLIT_K)", "for _ in range(2, SPLIT_K)"),
     Plant("scaled_mm", "bias dropped", "if bias_ptr is not None:", "if False:"),
+    Plant("route", "ties to the higher id", "COUNT - 1 - ", "0 + ", 2),
+    Plant("route", "bias in the weights", "tl.sum(tl.where(hit, p, 0.0)", "tl.sum(tl.where(hit, choice, 0.0)"),
+    Plant("route", "a group too few", "for _ in range(TOPK_GROUP)", "for _ in range(TOPK_GROUP - 1)"),
+    Plant("sort_by_expert", "dropped slots keep their number", "tl.where(local, slots, -1)", "slots"),
+    Plant("sort_by_expert", "not stable", "(other[None, :] < row[:, None])", "(other[None, :] > row[:, None])"),
+    Plant("sort_by_expert", "earlier chunks forgotten", "(other < chunk)[:, None]", "(other < chunk - 1)[:, None]"),
+    Plant("moe_permute", "weight of the first slot", "slot % top_k * stride_wk", "0 * stride_wk"),
+    Plant("moe_unpermute", "dropped slots count", "mask=there[:, None] & mask_k", "mask=mask_k"),
+    Plant("moe_unpermute", "unweighted", "value *= w[:, None]", "value *= 1.0"),
+    Plant("grouped_mm", "bias of the first expert", "bias_ptr + e * stride_bias", "bias_ptr"),
+    Plant("grouped_mm", "weights of the first expert", "b_ptr + e * stride_be", "b_ptr"),
+    Plant("grouped_scaled_mm", "scales of the first expert", "scale_b_ptr + e * stride_sbe", "scale_b_ptr"),
+    Plant("grouped_scaled_mm", "rows of no expert unwritten", "elif expert == E:", "elif expert == E + 99:"),
+    Plant("grouped_scaled_mm_group", "scales of the first expert", "sb_ptr + e * stride_sbe", "sb_ptr"),
+    Plant("grouped_mm_weight_only", "scales of the first expert", "scale_ptr + e * stride_se", "scale_ptr"),
 ]  # fmt: skip
 
 PLANTED_OPS = sorted({p.op for p in PLANTS})

@@ -173,7 +173,7 @@ def configs(ids: Tensor, **_: Any):
         for warps in (2, 4, 8):
             if R <= 32768:
                 yield Config(kernel="rank", BLOCK_R=rows, CHUNK=cols, num_warps=warps)
-    for chunk in (128, 256, 512, 1024):
+    for chunk in (64, 128, 256, 1024):
         for step in (4, 8, 16):
             for warps in (4, 8):
                 yield Config(kernel="chunks", CHUNK=chunk, STEP=step, num_warps=warps)
@@ -225,7 +225,7 @@ def inputs(
 @op(
     reference=reference, check=check, inputs=inputs, tol=0.0,
     domain=dict(
-        M=(0, 1, 3, 17, 90), E=(1, 2, 7, 33, 257), top_k=(1, 2, 6), mapped=(None, 0.0, 0.5, 1.0),
+        M=(0, 1, 17, 90, 200), E=(1, 2, 7, 33, 257), top_k=(1, 2, 6), mapped=(None, 0.0, 0.5, 1.0),
         kind=("normal", "one", "invalid"), dtype=(torch.int32, torch.int64), layout=("contiguous", "transposed"),
     ),
     kernels=dict(rank=Kernel(_rank_kernel), chunks=Kernel(_place_kernel)),
