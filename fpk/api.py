@@ -146,7 +146,8 @@ def quantize(
         scale: None to take it from the data; else the static scale, one element per group of the scheme's granularity,
             fp32, bf16 or fp16. For a single matrix, schemes with one scale also take a float or any one element.
         zero_point: int32 of scale's shape, with a static int8 scale only.
-        check: whether to check a static scale's values, which waits for the device. False where that was done before.
+        check: whether to check the values of a static scale or of `scale_ub`, which waits for the device. False where
+            that was done before.
         options: passed to the op that quantizes, for example `scale_ub`, `num_valid_tokens`, `qmin`, or `dtype` for
             another FP8 type than the device's e4m3.
 
@@ -154,7 +155,8 @@ def quantize(
         Quantized, on x's device.
 
     Raises:
-        ValueError: unknown scheme or option, shape or dtype of an argument, a scale that is not finite and positive.
+        ValueError: unknown scheme or option, shape or dtype of an argument, a scale or scale_ub that is not finite and
+            positive.
     """
     scheme = scheme_of(str(scheme))
     expect_rank("quantize.x", x, 2, 3)
@@ -170,6 +172,8 @@ def quantize(
         raise ValueError("quantize.zero_point: expected None without a static scale, got a tensor")
     op = _op(scheme.quantizer)
     arguments = _arguments(op, scheme, x, options)
+    if check and isinstance(options.get("scale_ub"), Tensor):
+        expect_valid_scale("quantize.scale_ub", options["scale_ub"])
     outputs = dict(zip(scheme.outputs, op(x, **arguments), strict=True))
     return Quantized(scheme=scheme.name, check=False, **outputs)
 

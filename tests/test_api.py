@@ -152,6 +152,8 @@ def test_scales_must_be_finite_and_positive(bad, device):
         quantize(x, "fp8_tensor", scale=bad)
     with pytest.raises(ValueError, match=r"quantize.scale: expected finite positive scales"):
         quantize(x, "fp8_token", scale=torch.tensor([[1.0], [bad]], device=device))
+    with pytest.raises(ValueError, match=r"quantize.scale_ub: expected finite positive scales"):
+        quantize(x, "fp8_token", scale_ub=torch.tensor([bad], device=device))
     good = quantize(x, "fp8_token")
     with pytest.raises(ValueError, match=r"Quantized.scale: expected finite positive scales"):
         Quantized(good.codes, torch.tensor([[1.0], [bad]], device=device), "fp8_token")
