@@ -293,6 +293,8 @@ class _Skips:
         pattern = self._patterns.match(name)
         if pattern is not None:
             return f"ignored by {pattern!r}"
+        if type(module) is nn.Linear and module._parameters.get("weight") is None:
+            return "weight is computed at every call (weight_norm, prune), not a parameter"
         others = [n for n in self._owners[id(module.weight)] if n != name] if type(module) is nn.Linear else []
         if others:
             return f"weight shared with {', '.join(others)}"

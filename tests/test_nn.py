@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import fpk
 from fpk.check import assert_close, bits, rel_error
@@ -206,6 +207,19 @@ def test_what_is_left_alone(device):
     again = quantize_(model, "int8_channel")
     assert not again.changed
     assert {r.name: r.reason for r in again.skipped}["plain"] == "already fp8_channel:fp8_token"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_computed_weights_are_left_alone(device):
+    model = nn.ModuleDict({n: nn.Linear(64, 32) for n in ("normed", "pruned", "plain")}).to(device)
+    nn.utils.weight_norm(model["normed"])
+    prune.random_unstructured(model["pruned"], "weight", 0.5)
+    report = quantize_(model, "fp8_channel")
+    assert [r.name for r in report.changed] == ["plain"]
+    computed = "weight is computed at every call (weight_norm, prune), not a parameter"
+    assert {r.name: (r.shape, r.reason) for r in report.skipped} == dict.fromkeys(
+        ("normed", "pruned"), ((32, 64), computed)
+    )
 
 
 def test_output_embeddings_by_any_name(llama):
