@@ -22,11 +22,14 @@ Name = Annotated[str, typer.Option("--name", help="Name of the sweep.")]
 Seconds = Annotated[float, typer.Option("--minutes", help="Stop cleanly after this long; 0: never.")]
 
 
-def _open(store: Path | None):  # type: ignore[no-untyped-def]
+def _open(store: Path | None, new: bool = False):  # type: ignore[no-untyped-def]
+    """The trial store. Only a plan makes a new one: a wrong name must not leave an empty file behind."""
     from fpk.tune.run import state_directory
     from fpk.tune.trials import TrialStore
 
     path = store or state_directory() / "trials.sqlite"
+    if not new and not path.is_file():
+        raise typer.BadParameter(f"--store: expected a file of trials, got {path} (`fpk tune plan` makes one)")
     try:
         return TrialStore(path)
     except OSError as error:
@@ -55,7 +58,7 @@ def plan(
             if wanted not in cases and "=" not in wanted:
                 raise typer.BadParameter(f"--case: {op_name} has no case {wanted!r}")
             jobs.append((op_name, dict(cases[wanted]) if wanted in cases else db.parse_case(wanted)))
-    trials = _open(store)
+    trials = _open(store, new=True)
     trials.plan(name, [(n, db.spell_case(c)) for n, c in order_cases(jobs)], {"budget": budget})
     _out.print(f"{trials.path}: sweep {name!r} has {len(trials.jobs(name))} cases")
 

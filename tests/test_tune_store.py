@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import typer.testing
 
+from fpk.cli_tune import tune_app
 from fpk.tune.trials import Trial, TrialStore
 
+RUNNER = typer.testing.CliRunner()
 ROOT = Path(__file__).parent.parent
 WRITER = """
 import sys, time
@@ -86,6 +89,14 @@ def test_a_trial_is_stored_once_and_comes_back(tmp_path):
     other.add_run("r", {"a": "b"})
     other.absorb(store)
     assert other.trials(stage="final") == [trial] and other.runs() == {"r": {"a": "b"}}
+
+
+@pytest.mark.parametrize("command", ("status", "sweep", "resume", "finish", "export"))
+def test_only_a_plan_makes_a_store(command, tmp_path):
+    more = [str(tmp_path / "out.csv")] if command == "export" else []
+    done = RUNNER.invoke(tune_app, [command, *more, "--store", str(tmp_path / "new" / "typo.sqlite")])
+    assert done.exit_code == 2 and "expected a file of trials" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("field,value", [("status", "great"), ("stage", "first")])
