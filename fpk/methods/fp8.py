@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fpk.check import expect_valid_scale, fp8_dtype
-from fpk.formats import E8M0, decode
+from fpk.formats import E4M3FN, E8M0, decode
 from fpk.kernels.quant.dequantize import dequantize
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
 from fpk.methods.base import QuantizedLinearMethod, add_parameter, store_sizes
@@ -53,7 +53,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
             layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
         )
         layer.loading = staging = Staging()
-        nan_codes = torch.full((cut.N, cut.K), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        nan_codes = torch.full((cut.N, cut.K), E4M3FN.nan_code, dtype=torch.uint8).view(torch.float8_e4m3fn)
         weight = add_parameter(
             layer, "weight", nan_codes, Weight(cut),
             input_dim=1, output_dim=0, fixed_dtype=True, **extra_weight_attrs,
@@ -89,7 +89,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
         """Bring weight and scales into the form that `apply` runs with.
 
         Raises:
-            ValueError: a scale is missing, or not finite and positive.
+            ValueError: a shard's weight or a scale is missing, or a scale is not finite and positive.
         """
         staging: Staging = layer.loading
         if not self.leave_pre_processed(layer):
@@ -112,6 +112,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
         dtype = fp8_dtype(loaded["weight"].device)
         doubled = 2.0 if dtype is torch.float8_e4m3fnuz else 1.0  # the same code means half as much there
         widths = layer.logical_widths
+        _expect_codes(f"{name}.weight", loaded["weight"], widths)
         inputs = None  # all checks come before the first code changes
         if "input_scale" in loaded:
             inputs = _present(f"{name}.input_scale", loaded["input_scale"], widths) * doubled
@@ -172,6 +173,14 @@ class Fp8LinearMethod(QuantizedLinearMethod):
             weights = f"fp8_block{rows}" if rows == columns else f"fp8_block{rows}x{columns}"
             inputs = f"fp8_group{columns}"
         return f"{weights}:{'none' if layer.weight_only else inputs}"
+
+
+def _expect_codes(what: str, codes: Tensor, widths: list[int]) -> None:
+    """Raise ValueError if a shard holds nothing but the NaN that a weight has before it is loaded."""
+    shards = codes.view(torch.uint8).split(widths)
+    missing = [i for i, s in enumerate(shards) if s.numel() and bool((s == E4M3FN.nan_code).all())]
+    if missing:
+        raise ValueError(f"{what}: expected one for each of {len(widths)} shards, shards {missing} were never loaded")
 
 
 def _present(what: str, scales: Tensor, widths: list[int]) -> Tensor:

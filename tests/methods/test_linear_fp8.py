@@ -151,6 +151,18 @@ def test_missing_scales_are_named(name, references):
     assert torch.equal(bits(layer.weight), bits(codes_of(48)))
 
 
+def test_missing_weights_are_named(references):
+    layer = make()
+    put(layer, "weight_scale", 0.5)
+    for shard, n, missing in (("k", 8, r"\[0, 2\]"), ("q", 24, r"\[2\]")):
+        put(layer, "weight", codes_of(n), shard)
+        message = rf"0\.qkv_proj\.weight: expected one for each of 3 shards, shards {missing} were never loaded"
+        with pytest.raises(ValueError, match=message):
+            process(layer)
+    put(layer, "weight", codes_of(16), "v")
+    process(layer)
+
+
 @pytest.mark.parametrize("name", ("weight_scale", "input_scale"))
 @pytest.mark.parametrize("value", (0.0, -0.5, float("nan"), float("inf")))
 def test_scales_must_be_finite_and_positive(name, value, references):
