@@ -274,6 +274,8 @@ def study(
     _share_cores()
     _check_schemes(scheme)
     if out:
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out: expected a directory, got the file {out}")
         out.mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
     start = time.perf_counter()
     from rich.console import Console

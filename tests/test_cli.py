@@ -174,7 +174,9 @@ def test_study_tells_mistakes_in_one_line(directory, text, tmp_path, monkeypatch
     assert one_line(study(directory, text), 1, "empty")
     text.write_text("ABBA")
     assert one_line(study(directory, text), 1, "expected 64 tokens", "got 4")
-    assert one_line(study(directory, text, "--out", text), 1, "prose.txt")
+    assert one_line(study(directory, text, "--out", text), 1, "--out: expected a directory, got the file", "prose.txt")
+    for device in ("banana", "cuda:99"):
+        assert one_line(study(directory, text, "--device", device), 1, "device: expected one that works here", device)
     (directory / "model.safetensors").write_bytes(b"short")
     assert one_line(study(directory, text), 1, "cut short or damaged")
     monkeypatch.setenv("FPK_TRACEBACK", "1")

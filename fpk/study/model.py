@@ -85,9 +85,10 @@ def load_model(
         cache: directory for the dequantized default model; default: `fpk` in the user's cache directory.
 
     Raises:
-        StudyError: a package is missing, or a file is absent, cut short or not what it should be.
+        StudyError: a package is missing, no such device works here, or a file is absent, cut short or not what it
+            should be.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _working_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or torch.bfloat16
     _require("transformers", "tokenizers")
     if source is None:
@@ -111,6 +112,14 @@ def cache_directory() -> Path | None:
         return Path.home() / ".cache" / "fpk"
     except RuntimeError:
         return None
+
+
+def _working_device(wanted: str | torch.device) -> torch.device:
+    """The device, if torch knows it, was built for it and finds it."""
+    try:
+        return torch.empty(1, device=wanted).device
+    except (RuntimeError, AssertionError) as error:
+        raise StudyError(f"device: expected one that works here, got {str(wanted)!r} ({_first_line(error)})") from error
 
 
 def _require(*modules: str) -> None:
