@@ -91,9 +91,9 @@ class Quantized:
             expect_valid_scale("Quantized.global_scale", self.global_scale)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        codes = plain_bytes(self.codes)
-        rest = (self.scale, self.scheme, self.zero_point, self.global_scale, self.shape)
-        return _rebuild, (codes, self.codes.dtype, rest)
+        dtypes = (self.codes.dtype, self.scale.dtype)
+        rest = (self.scheme, self.zero_point, self.global_scale, self.shape)
+        return _rebuild, (plain_bytes(self.codes), plain_bytes(self.scale), dtypes, rest)
 
     @property
     def granularity(self) -> Granularity:
@@ -312,9 +312,10 @@ def plain_bytes(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8) if codes.dtype in FP8 else codes
 
 
-def _rebuild(codes: Tensor, dtype: torch.dtype, parts: tuple[Any, ...]) -> Quantized:
-    scale, scheme, zero_point, global_scale, shape = parts
-    return Quantized(codes.view(dtype), scale, scheme, zero_point, global_scale, shape, check=False)
+def _rebuild(
+    codes: Tensor, scale: Tensor, dtypes: tuple[torch.dtype, torch.dtype], rest: tuple[Any, ...]
+) -> Quantized:  # fmt: skip
+    return Quantized(codes.view(dtypes[0]), scale.view(dtypes[1]), *rest, check=False)
 
 
 def _op(name: str) -> "Op[..., Any]":

@@ -1,5 +1,7 @@
 """Block-scaled formats beyond their references: rules against exact arithmetic, rounding against ml_dtypes, edges."""
 
+import copy
+import pickle
 from fractions import Fraction
 
 import ml_dtypes
@@ -266,6 +268,8 @@ def test_schemes_tell_shape_and_bytes(scheme, per_value, device):
     again = fpk.Quantized(q.codes, q.scale, scheme, global_scale=q.global_scale)
     assert again.shape == q.shape and bits(again.dequantize()).equal(bits(q.dequantize()))
     assert f"shape={(2, 8, 64)}" in repr(q)
+    for copied in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert repr(copied) == repr(q) and bits(copied.dequantize()).equal(bits(q.dequantize()))
 
 
 @pytest.mark.parametrize("act, weight", [("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_e5m2"),

@@ -5,8 +5,9 @@
     codes[m, k] = e2m1(clamp(x[m, k] * (g / scale[m, j]), -6, 6)), 0 where the scale is 0
     value       = codes * scale * global_scale,   global_scale = 1 / g
 
-2688 = 6 * 448. Maxima are taken over finite elements. NaN gives code 0, +-Inf saturates; a block of nothing but Inf has
-scale 448, a matrix of nothing but Inf has global scale Inf and decodes to NaN. A short last block is allowed.
+2688 = 6 * 448. Maxima are taken over finite elements. NaN gives code 0; +-Inf is quantized as the largest finite fp32,
+which saturates. A block of nothing but Inf has scale 448; a matrix of nothing but Inf has global scale Inf and decodes
+to NaN. A short last block is allowed.
 
 `four_over_six` also tries 4 instead of 6 as the code of a block's maximum and keeps it where the sum of squared errors
 (x * g - code * scale)^2 is smaller, the 16 squares summed as a binary tree: the steps between 4 and 6 are wide.
@@ -37,11 +38,12 @@ from fpk.formats import E2M1, E4M3FN, NVFP4_BLOCK, decode, encode, finite_amax
 from fpk.kernels._amax import partial_amax, total_amax
 from fpk.kernels._microscale import any_odd, decode_narrow, largest_magnitude, narrow_codes, scaled, store_packed
 from fpk.kernels._packed import pack_codes
-from fpk.kernels._tile import amax_key, amax_of_key, cast_fp8, decode_fp8, fp8_constants
+from fpk.kernels._tile import amax_key, amax_of_key, cast_fp8, clamp_to, decode_fp8, fp8_constants
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
 from fpk.shapes import activation_cases
 
+LARGEST = torch.finfo(torch.float32).max
 ZEROS_GLOBAL = 3.7202382710272136e-34
 """1 / (2688 / 1e-30), in fp32."""
 
@@ -64,7 +66,7 @@ def reference(
     filled[..., :K] = x
     amax = finite_amax(filled.unflatten(-1, (blocks, NVFP4_BLOCK)), (-1,))
     exists = torch.arange(blocks * NVFP4_BLOCK, device=x.device) < K
-    x = torch.where(exists & ~filled.isnan(), filled, 0.0).unflatten(-1, (blocks, NVFP4_BLOCK))
+    x = torch.where(exists & ~filled.isnan(), filled, 0.0).clamp(-LARGEST, LARGEST).unflatten(-1, (blocks, NVFP4_BLOCK))
     g = g[..., None]
     codes, scale, error = _blocks(x, amax, g, 6.0)
     if four_over_six:
@@ -81,7 +83,7 @@ def _blocks(x: Tensor, amax: Tensor, g: Tensor, top: float) -> tuple[Tensor, Ten
     stored = encode(torch.where(amax.isinf(), 448.0, raw), E4M3FN)
     scale = decode(stored, E4M3FN)
     value = x * torch.where(scale == 0, 0.0, g / scale)
-    codes = encode(torch.where((scale == 0) | value.isnan(), 0.0, value), E2M1)
+    codes = encode(torch.where(scale == 0, 0.0, value), E2M1)
     square = (x * g - decode(codes, E2M1) * scale) ** 2
     while square.shape[-1] > 1:
         square = square[..., 0::2] + square[..., 1::2]
@@ -132,9 +134,7 @@ def _block_codes(
     scale = decode_fp8(stored, MANTISSA, BIAS, 0x7F, False)
     dead = scale == 0.0
     factor = tl.where(dead, 0.0, tl.math.div_rn(g, tl.where(dead, 1.0, scale)))
-    v = scaled(x, factor, scale > 0.0)
-    v = tl.where(v != v, 0.0, v)
-    codes = narrow_codes(v, 1, 1, 6.0, 4)
+    codes = narrow_codes(scaled(x, factor, scale > 0.0), 1, 1, 6.0, 4)
     error = amax
     if MEASURE:
         distance = x * g[:, :, None] - decode_narrow(codes, 1, 1, 4) * scale[:, :, None]
@@ -152,7 +152,7 @@ def _nvfp4_kernel(
     M, K, width, parts,
     stride_xe, stride_xm, stride_xk, stride_ge, stride_gm,
     BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS blocks; the programs of the first columns also store the global scale."""
@@ -188,7 +188,7 @@ def _nvfp4_kernel(
     amax = largest.to(tl.float32, bitcast=True)
     if any_odd(largest):
         amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))
-        x = tl.where(x != x, 0.0, x)
+        x = tl.where(x != x, 0.0, clamp_to(x, -LARGEST, LARGEST))
     g = tl.broadcast_to(g[:, None], amax.shape)
     codes, stored, error = _block_codes(x, amax, g, 6.0, FOUR_OVER_SIX, MANTISSA, BIAS, NAN_CODE, HARDWARE)
     if FOUR_OVER_SIX:
@@ -309,7 +309,7 @@ def quantize_nvfp4(
         M, K, codes.shape[-1], keys.shape[1] if keys is not None and not per_token else 1,
         stride_xe, x.stride(-2), x.stride(-1), *strides,
         BLOCK=NVFP4_BLOCK, PER_TOKEN=per_token, FOUR_OVER_SIX=four_over_six, PACKED=packed,
-        BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), **constants,
+        BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), LARGEST=LARGEST, **constants,
         BLOCK_M=config["BLOCK_M"], GROUPS=config["GROUPS"], num_warps=config["num_warps"], enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, stored
