@@ -273,7 +273,7 @@ def sort_by_expert(
     counts = torch.empty((chunks, bins), dtype=torch.int32, device=ids.device)
     _count_kernel[(chunks,)](
         ids, expert_map, rank, counts, R, *sizes,
-        CHUNK=config["CHUNK"], BLOCK_E=bins, STEP=32, num_warps=config["num_warps"],
+        CHUNK=config["CHUNK"], BLOCK_E=bins, STEP=min(32, 8192 // config["CHUNK"]), num_warps=config["num_warps"],
     )  # fmt: skip
     _place_kernel[(chunks,)](
         ids, expert_map, rank, counts, index, position, offs, R, chunks, *sizes, BLOCK_E=bins, **config
