@@ -315,7 +315,10 @@ def plain_bytes(codes: Tensor) -> Tensor:
 def _rebuild(
     codes: Tensor, scale: Tensor, dtypes: tuple[torch.dtype, torch.dtype], rest: tuple[Any, ...]
 ) -> Quantized:  # fmt: skip
-    return Quantized(codes.view(dtypes[0]), scale.view(dtypes[1]), *rest, check=False)
+    scheme, zero_point, global_scale, shape = rest
+    return Quantized(
+        codes.view(dtypes[0]), scale.view(dtypes[1]), scheme, zero_point, global_scale, shape, check=False
+    )  # fmt: skip
 
 
 def _op(name: str) -> "Op[..., Any]":
