@@ -161,6 +161,9 @@ def test_ranks_may_cut_inside_blocks(count, split, k, widths, references):
 def test_missing_scales_are_counted(references):
     layer = make(300, (192, 64))
     put(layer, *stored(192, 300, (128, 128)), 0)
+    with pytest.raises(ValueError, match=r"0\.kv_a_proj\.weight: .* shards \[1\] were never loaded"):
+        process(layer)
+    layer.weight.weight_loader(layer.weight, stored(64, 300, (128, 128))[0], 1)
     # 64-row pieces: four rows of three, the last row of which has not come
     with pytest.raises(ValueError, match=r"0\.kv_a_proj\.weight_scale_inv: 3 of 12 block scales are missing"):
         process(layer)
