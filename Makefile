@@ -17,7 +17,7 @@ demo: install
 	$(call stage,demo,$(BIN)/fpk study --out out/demo)
 
 test: lint
-	$(call stage,tests,$(BIN)/pytest -n $(JOBS) --dist loadgroup)
+	$(call stage,tests,$(BIN)/pytest -n $(JOBS))
 
 lint: install
 	$(call stage,ruff,$(BIN)/ruff check . && $(BIN)/ruff format --check .)

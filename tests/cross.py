@@ -143,9 +143,13 @@ def compile_config(op: Op, bound: dict, config: dict, target: str, default: bool
 
 
 def check_op(name: str, target: str, candidates: int | None, seed: int = 0) -> list[Record]:
-    """The default config of the op's representative cases on `target`, and some (None: all) candidates."""
+    """The default config of the op's representative cases on `target`, and some (None: all) candidates.
+
+    Both cases, prefill and decode, for sm90 and where every candidate is asked for; elsewhere prefill.
+    """
     op, seen, records = OPS[name], set[str](), []
-    for case in representative(op):
+    cases = representative(op)
+    for case in cases if target == "sm90" or candidates is None else cases[:1]:
         try:
             bound = arguments(op, case, target)
             with pretend(target) as device:

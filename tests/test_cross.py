@@ -9,14 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from shared_run import once
 
 from fpk.device import SHARED_LIMIT
 from fpk.op import OPS
 
 HERE = Path(__file__).parent
 CANDIDATES = 2
-
-pytestmark = pytest.mark.xdist_group("cross")  # one process compiles, with a pool of its own
 
 
 def _cross(*arguments: str) -> tuple[int, str, list[dict]]:
@@ -31,7 +30,7 @@ def _cross(*arguments: str) -> tuple[int, str, list[dict]]:
 
 @functools.cache
 def compiled() -> list[dict]:
-    _, table, records = _cross("--sample", str(CANDIDATES))
+    _, table, records = once("cross", lambda: _cross("--sample", str(CANDIDATES)))
     print(table)  # shown with a failure: it names the day, which repeats the draw
     return records
 
@@ -39,7 +38,7 @@ def compiled() -> list[dict]:
 @functools.cache
 def wrong_kernels() -> tuple[int, list[dict]]:
     """What the checker says about kernels that break its rules (tests/bad_kernels.py)."""
-    code, _, records = _cross("--extra", "bad_kernels", "--targets", "sm80,sm90")
+    code, _, records = once("cross_bad", lambda: _cross("--extra", "bad_kernels", "--targets", "sm80,sm90"))
     return code, records
 
 

@@ -8,16 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared_run import once
 
 from fpk.op import OPS
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.xdist_group("variants")
-
 
 @functools.cache
 def counted(*arguments: str) -> dict[str, dict]:
+    return once("-".join(("variants", *arguments)).replace("--", ""), lambda: _counted(*arguments))
+
+
+def _counted(*arguments: str) -> dict[str, dict]:
     env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", HERE / "variants.py", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
