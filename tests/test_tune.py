@@ -72,7 +72,8 @@ def test_known_trials_are_not_repeated(tmp_path):
 
 
 SWEEP = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background inherits that it is ignored
 import tune_stubs
 from test_tune import options
 from fpk.tune.sweep import sweep
