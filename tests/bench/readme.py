@@ -70,12 +70,27 @@ def products() -> str:
     )
 
 
+def study() -> str:
+    with open(ROOT / "results" / "study-smollm2-135m.csv", newline="") as f:
+        found = list(csv.DictReader(f))
+    rows = [
+        [
+            f"`{r['scheme']}`", f"{int(r['bytes']) / 1e6:.0f}", f"{float(r['perplexity[sotu]']):.2f}",
+            f"{float(r['delta_pct[sotu]']):+.1f} %", f"{float(r['delta_pct[pydoc]']):+.1f} %",
+            f"{100 * float(r['rel_err']):.1f} %",
+        ]
+        for r in found
+    ]  # fmt: skip
+    header = ["weights:activations", "MB", "perplexity, speech", "speech", "documentation", "median output error"]
+    return table(header, rows)
+
+
 def provenance() -> str:
     r = rows_of("products")[0]
     return f"Measured on one NVIDIA H200 (`{r['gpu']}`), torch {r['torch']}, triton {r['triton']}, {r['date']}."
 
 
-PARTS = {"ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance}
+PARTS = {"ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study}
 
 
 def written(text: str) -> str:
