@@ -32,7 +32,8 @@ def divide(x, scale):
     A reciprocal and its error are formed once a scale; a quotient from both is faithful, and one exact remainder then
     rounds it correctly (Markstein; Muller et al., Handbook of Floating-Point Arithmetic, division with an FMA). The
     first reciprocal lies below 1 / scale, so that its error is positive, and the remainder is negated: so -0 stays -0.
-    Needs 2^-90 <= scale < 2^120 and finite or NaN x; quotients below 2^-12 may be inexact, their codes are 0 anyway.
+    Needs 2^-80 <= scale < 2^122 and finite or NaN x: the remainder is then exact down to quotients of 2^-20, and what
+    lies below is code 0 in every format.
     """
     one = tl.full(scale.shape, 1.0, tl.float32)
     reciprocal = tl.math.div_rn(one, scale)
@@ -68,7 +69,7 @@ def quotient_within(x, scale, LOW: tl.constexpr, HIGH: tl.constexpr):
 @triton.jit
 def unusual(scale):
     """Is this scale, or any of a tile of them, outside what quotient_within does the short way?"""
-    outside = tl.where((scale >= 2.0**-90) & (scale < 2.0**110), 0, 1)
+    outside = tl.where((scale >= 2.0**-80) & (scale < 2.0**110), 0, 1)
     if scale.type.is_block():
         outside = tl.max(outside, axis=None)
     return outside > 0
