@@ -5,7 +5,8 @@ Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.
 definition in LLVM's APFloat.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -366,7 +367,20 @@ def list_schemes() -> list[str]:
     return list(SCHEMES)
 
 
+_sized: dict[str, Scheme] = {}  # schemes that no list has, by name, as they were asked for
+
+
 def scheme_of(name: str) -> Scheme:
-    if name not in SCHEMES:
-        raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {name!r}")
-    return SCHEMES[name]
+    """A scheme by its name. Those of checkpoints need not be listed: groups and blocks have any size ("fp8_group64",
+    "fp8_block64x128"), and FP8 ones scales that are powers of two ("fp8_group128_e8m0")."""
+    if name not in SCHEMES and name not in _sized:
+        match = re.fullmatch(r"(fp8_group|fp8_block|int8_group)([1-9]\d*)(?:x([1-9]\d*))?(_e8m0)?", str(name))
+        kind, rows, cols, powers = match.groups() if match else ("", "", "", "")
+        if not match or (cols and kind != "fp8_block") or (powers and kind == "int8_group") or cols == rows:
+            raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {name!r}")
+        size = per_block(int(rows), int(cols or rows)) if kind == "fp8_block" else per_group(int(rows))
+        _sized[name] = replace(
+            SCHEMES[f"{kind}128"], name=name, granularity=size, scale_format="e8m0" if powers else "fp32",
+            activation=f"{kind.split('_')[0]}_group{size.cols}{powers or ''}",
+        )  # fmt: skip
+    return SCHEMES.get(name) or _sized[name]

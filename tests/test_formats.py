@@ -214,3 +214,14 @@ def test_scale_shapes():
     assert F.per_group(128).scale_shape((5, 300)) == (5, 3)
     assert F.per_block(128).scale_shape((5, 300)) == (1, 3)
     assert F.per_block(2, 100).scale_shape((3, 5, 300)) == (3, 3, 3)
+
+
+def test_groups_and_blocks_of_any_size_have_a_name():
+    assert F.scheme_of("fp8_group64").granularity == F.per_group(64)
+    assert F.scheme_of("fp8_block64x96").activation == "fp8_group96" == F.scheme_of("fp8_group96").name
+    assert F.scheme_of("fp8_block32").granularity == F.per_block(32)
+    assert F.scheme_of("fp8_group128_e8m0").scale_format == "e8m0"
+    assert F.scheme_of("fp8_group128") is F.SCHEMES["fp8_group128"] and "fp8_group64" not in F.list_schemes()
+    for name in ("fp8_block64x64", "fp8_group0", "fp8_group064", "fp8_group64x2", "int8_block64", "int8_group64_e8m0"):
+        with pytest.raises(ValueError, match="expected one of"):
+            F.scheme_of(name)
