@@ -4,6 +4,7 @@ Rows are sorted by expert and offs holds the row after each expert's last one. O
 has as many programs as the worst routing could need, and each finds its tile by itself; no layout depends on a tile.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fpk.check import (
     FLOAT_INPUTS,
@@ -22,7 +24,7 @@ from fpk.check import (
     expect_shape,
 )
 from fpk.db import Config, bucket
-from fpk.kernels.gemm._mm import tile_space
+from fpk.kernels.gemm._mm import load_k, tile_space
 
 
 @triton.jit
@@ -44,6 +46,31 @@ def expert_tile(offs_ptr, R, E, tiles_n, BLOCK_E: tl.constexpr, BLOCK_M: tl.cons
     inside = pid - tl.sum(tl.where(done, tiles, 0), axis=0) * tiles_n
     first = tl.sum(tl.where(here, begin, 0), axis=0) + inside % own * BLOCK_M
     return expert, tl.sum(tl.where(here, end, 0), axis=0), first, inside // own
+
+
+@triton.jit
+def source_rows(gather_ptr, offs_m, end, first, top_k):
+    """Rows of `a` that a tile's rows stand for.
+
+    Rows beyond the edge read the tile's first row: no mask in the loop, and the store drops them.
+    """
+    rows = tl.where(offs_m < end, offs_m, first)
+    if gather_ptr is not None:
+        rows = (tl.maximum(tl.load(gather_ptr + rows), 0) // top_k).to(tl.int64)
+    return rows
+
+
+@triton.jit
+def load_tile(desc, row, rows, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """BLOCK_K columns from column k on, zeros from column K on: by a descriptor from its row `row` on, or by pointers.
+
+    What a descriptor reads behind an expert's last row belongs to another; the store drops it.
+    """
+    if desc is None:
+        tile = load_k(rows, k, K, BLOCK_K, EVEN_K)
+    else:
+        tile = desc.load([row, k])
+    return tile
 
 
 @triton.jit
@@ -72,6 +99,50 @@ def expert_of_rows(offs: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(offs, torch.arange(rows, dtype=offs.dtype, device=offs.device), right=True)
 
 
+def gathered(rows: Tensor, gather: Tensor | None, top_k: int) -> Tensor:
+    """Rows of a matrix in the order of a product's rows."""
+    if gather is None:
+        return rows
+    source = gather.long().clamp(min=0) // top_k
+    codes = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+    return codes[source].view(rows.dtype)
+
+
+def expect_gather(what: str, a: Tensor, gather: Tensor | None, top_k: int) -> None:
+    if top_k < 1:
+        raise ValueError(f"{what}.top_k: expected a positive number, got {top_k}")
+    if gather is not None:
+        expect_shape(f"{what}.gather", gather, (a.shape[0] * top_k,))
+        expect_dtype(f"{what}.gather", gather, torch.int32)
+    elif top_k != 1:
+        raise ValueError(f"{what}.top_k: expected 1 without gather, got {top_k}")
+
+
+def fits_weight_descriptor(b: Tensor) -> bool:
+    """Can a tensor descriptor read the experts' matrices as one, below each other?"""
+    size = b.element_size()
+    together = b.shape[0] == 1 or b.stride(0) == b.shape[1] * b.stride(1)
+    return together and b.data_ptr() % 16 == 0 and b.stride(1) * size % 16 == 0 and b.shape[2] > 0
+
+
+def fits_row_descriptor(a: Tensor) -> bool:
+    return a.data_ptr() % 16 == 0 and a.stride(0) * a.element_size() % 16 == 0 and a.numel() > 0
+
+
+def descriptors(
+    config: Config, a: Tensor, b: Tensor, gather: Tensor | None
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Descriptors of rows and weights for a `descriptor` kernel; gathered rows have none."""
+    if config["kernel"] != "descriptor":
+        return None, None
+    a_desc = None
+    if gather is None:
+        a_desc = TensorDescriptor.from_tensor(a, [config["BLOCK_M"], config["BLOCK_K"]])
+    E, N, K = b.shape
+    matrix = b.as_strided((E * N, K), (b.stride(1), 1))
+    return a_desc, TensorDescriptor.from_tensor(matrix, [config["BLOCK_N"], config["BLOCK_K"]])
+
+
 def expect_grouped(what: str, a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: Any) -> None:
     """Raise ValueError unless ranks, shapes and strides of a grouped product's arguments fit."""
     expect_rank(f"{what}.a", a, 2)
@@ -90,9 +161,9 @@ def expect_grouped(what: str, a: Tensor, b: Tensor, offs: Tensor, bias: Tensor |
         expect_inner_contiguous(f"{what}.bias", bias)
 
 
-def rows_per_expert(a: Tensor, b: Tensor) -> int:
-    """Rows of an expert if they were even, on the key grid."""
-    return bucket(-(-bucket(a.shape[0]) // b.shape[0]))
+def rows_per_expert(a: Tensor, b: Tensor, top_k: int = 1) -> int:
+    """Rows of an expert if they were even, on the key grid; top_k: rows for each row of `a`."""
+    return bucket(-(-bucket(a.shape[0]) * top_k // b.shape[0]))
 
 
 def grouped_tiles(rows: int, widths: tuple[int, ...]) -> Iterator[Config]:
@@ -100,6 +171,19 @@ def grouped_tiles(rows: int, widths: tuple[int, ...]) -> Iterator[Config]:
     for config in tile_space(2 * rows, widths):
         if config["kernel"] == "tile" and config["GROUP_M"] == 1:
             yield Config(**{n: v for n, v in config.items() if n != "GROUP_M"})
+
+
+def descriptor_tiles(rows: int, widths: tuple[int, ...]) -> Iterator[Config]:
+    """Candidates of `descriptor` kernels for experts with about `rows` rows."""
+    swapped = ((16, 64, 4), (16, 128, 4), (16, 128, 8), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4))
+    upright = ((64, 128, 4), (64, 256, 4), (64, 256, 8), (128, 128, 4), (128, 128, 8), (128, 256, 8))
+    for swap, tiles in ((True, swapped), (False, upright)):
+        for (m, n, warps), k, stages in itertools.product(tiles, widths, (3, 4, 5, 6)):
+            if (m <= 4 * rows or m == 16) and (swap or m <= 2 * rows):
+                yield Config(
+                    kernel="descriptor", SWAP=swap, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps,
+                    num_stages=stages,
+                )  # fmt: skip
 
 
 def strides_of(tensor: Tensor | None, *sizes: int) -> list[int]:

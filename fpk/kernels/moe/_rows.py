@@ -35,3 +35,9 @@ def row_ends(R: int, E: int, dropped: float, spread: str, device: torch.device |
     counts = torch.zeros(E + 1, dtype=torch.long, device=device)
     counts = counts.scatter_add(0, expert, torch.ones_like(expert))
     return counts.cumsum(0)[:E].to(torch.int32)
+
+
+def gather_rows(R: int, device: torch.device | str, seed: int) -> Tensor:
+    """(R,) int32: slots in some order, as sort_by_expert's index, the last one dropped."""
+    order = torch.randperm(R, generator=generator(seed + 55, device), device=device)
+    return torch.where(torch.arange(R, device=device) == R - 1, -1, order).to(torch.int32)
