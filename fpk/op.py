@@ -100,6 +100,7 @@ class Op(Generic[P, R]):
         if self.name in OPS and not interactive:
             raise ValueError(f"{self.name} is declared twice: {OPS[self.name].__module__}, {self.__module__}")
         OPS[self.name] = self
+        self.look_up, self._run = _dispatcher(self)
         self.torch_op = self._run if interactive else _register(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -189,42 +190,70 @@ class Op(Generic[P, R]):
                 return self.launcher(**bound, config=config)
         return self.launcher(**bound, config=config)
 
-    def _run(self, *args: Any, **kwargs: Any) -> R:
-        """What `torch.ops.fpk.<name>` does with real tensors."""
-        bound = self.bind(*args, **kwargs)
-        # one flat tuple: building and hashing it is most of what a memo hit costs
-        parts: list[Any] = [pretended(), db.active()]
-        device: torch.device | None = None
-        for value in bound.values():
-            if isinstance(value, Tensor):
-                if value.requires_grad:
-                    _refuse_grad(self.name, bound)
-                here = value.device
-                parts += (value.shape, value.stride(), value.dtype, here, value.data_ptr() & 15)
-                if device is None:
-                    device = here
-            else:
-                parts.append(value)
-        memo_key = tuple(parts)
-        config = self._memo.get(memo_key)
-        if config is None:  # a hit has passed the checks: they read metadata only, and all of it is in the memo's key
-            self._validate(bound)
-            device_type = device.type if device is not None else ""
-            if device_type == "cpu" and not INTERPRETING:
-                config = {}
-            elif device_type in ("cpu", "cuda"):
-                config = self._choose(bound)
-            else:
-                raise NotImplementedError(f"{self.name}: runs on cuda and cpu tensors, got {device_type}")
-            if len(self._memo) >= _MEMO_LIMIT:
-                self._memo.clear()
-            self._memo[memo_key] = config
+    def _resolve(self, bound: dict[str, Any], device: torch.device | None) -> Config:
+        """What a memo miss does: the checks, then the config. On CPUs without the interpreter there is none."""
+        self._validate(bound)
+        device_type = device.type if device is not None else ""
+        if device_type == "cpu" and not INTERPRETING:
+            return {}
+        if device_type in ("cpu", "cuda"):
+            return self._choose(bound)
+        raise NotImplementedError(f"{self.name}: runs on cuda and cpu tensors, got {device_type}")
+
+    def _miss(self, memo_key: Any, bound: dict[str, Any]) -> Config:
+        """Fill the memo. A hit has passed the checks: they read metadata only, and all of it is in the memo's key."""
+        device = next((v.device for v in bound.values() if isinstance(v, Tensor)), None)
+        config = self._resolve(bound, device)
+        if len(self._memo) >= _MEMO_LIMIT:
+            self._memo.clear()
+        self._memo[memo_key] = config
+        return config
+
+    def _execute(self, bound: dict[str, Any], config: Config, device: torch.device | None) -> R:
         if not INTERPRETING and device is not None and device.type == "cpu":
             if torch.is_autocast_enabled("cpu"):  # a kernel knows nothing of it, a reference would lose its fp32 sums
                 with torch.autocast("cpu", enabled=False):
                     return self.reference(**bound)  # type: ignore[call-arg]
             return self.reference(**bound)  # type: ignore[call-arg]
         return self._launch_on_device(bound, config, device)
+
+
+def _dispatcher(op: "Op[..., Any]") -> tuple[Callable[..., Config], Callable[..., Any]]:
+    """(look_up, run) of an op, written for its signature as dataclasses write theirs.
+
+    `look_up` takes the op's arguments and gives the config; a hit builds one flat tuple of metadata and reads one
+    dictionary. `run` is what `torch.ops.fpk.<name>` does with real tensors.
+    """
+    tensors = [n for n, p in op.__signature__.parameters.items() if "Tensor" in str(p.annotation)]
+    required = {n for n in tensors if op.__signature__.parameters[n].annotation is Tensor}
+    parts = ["pretended()", "active()"]
+    for name in op._parameters:
+        text = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.data_ptr() & 15"
+        parts.append(text if name in required else f"None if {name} is None else ({text})" if name in tensors else name)
+    grad = " or ".join(n + ".requires_grad" if n in required else f"({n} is not None and {n}.requires_grad)"
+                       for n in tensors) or "False"  # fmt: skip
+    first = next((n for n in op._parameters if n in required), None)
+    arguments = ", ".join(n if n not in op._defaults else f"{n}=defaults[{n!r}]" for n in op._parameters)
+    named = ", ".join(f"{n}={n}" for n in op._parameters)
+    source = f"""
+def look_up({arguments}):
+    if grad_enabled() and ({grad}):
+        refuse_grad(op.name, dict({named}))
+    memo_key = ({", ".join(parts)})
+    config = memo.get(memo_key)
+    if config is None:
+        return op._miss(memo_key, dict({named}))
+    return config
+
+def run({arguments}):
+    return op._execute(dict({named}), look_up({", ".join(op._parameters)}), {f"{first}.device" if first else "None"})
+"""
+    scope: dict[str, Any] = {
+        "op": op, "memo": op._memo, "defaults": op._defaults, "pretended": pretended, "active": db.active,
+        "grad_enabled": torch.is_grad_enabled, "refuse_grad": _refuse_grad,
+    }  # fmt: skip
+    exec(compile(source, f"<dispatch of {op.name}>", "exec"), scope)
+    return scope["look_up"], scope["run"]
 
 
 def op(*, reference: Callable[P, R], **parts: Any) -> Callable[[Callable[..., R]], Op[P, R]]:
@@ -264,9 +293,6 @@ def _signature_without_config(launcher: Callable[..., Any]) -> inspect.Signature
 def _register(op: "Op[..., Any]") -> Callable[..., Any]:
     """Make torch.ops.fpk.<name>. Its fake kernel is the reference, run on fake tensors after the checks."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return op._run(*args, **kwargs)
-
     def fake(*args: Any, **kwargs: Any) -> Any:
         bound = op.bind(*args, **kwargs)
         op._validate(bound)
@@ -274,8 +300,8 @@ def _register(op: "Op[..., Any]") -> Callable[..., Any]:
             _refuse_grad(op.name, bound)
         return op.reference(**bound)
 
-    run.__signature__ = op.__signature__  # type: ignore[attr-defined]
-    LIBRARY.define(op.name + torch.library.infer_schema(run, mutates_args=op.mutates))
-    LIBRARY.impl(op.name, run, "CompositeExplicitAutograd")
+    op._run.__signature__ = op.__signature__  # type: ignore[attr-defined]
+    LIBRARY.define(op.name + torch.library.infer_schema(op._run, mutates_args=op.mutates))
+    LIBRARY.impl(op.name, op._run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{LIBRARY.ns}::{op.name}", fake, lib=LIBRARY)
     return getattr(getattr(torch.ops, LIBRARY.ns), op.name).default
