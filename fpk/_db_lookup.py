@@ -17,6 +17,9 @@ from fpk.device import Device
 # A step in M changes the tile height, a step in N or K mostly the number of tiles: of two recorded shapes, that with
 # the same M answers better than that with the same N and K
 WEIGHT_M = 2.0
+# Flags of the epilogue: a call that differs from every recorded one in these alone takes their rows as near ones. All
+# others (formats, granularities, accumulation) change the loop, and a row says nothing across them.
+SOFT_FLAGS = frozenset({"bias", "zero_point", "out_dtype"})
 _NEAREST = 3  # shapes offered by the level "nearest": the closest may be illegal here
 _MEMO_LIMIT = 16_384
 _GPU_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<product>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm_count>\d+)(-(?P<mig>.+))?")
@@ -106,16 +109,22 @@ class Table:
         for flags, groups in shapes.items():
             ordered = [(logs, sorted(ms, key=lambda m: m[0])) for logs, ms in sorted(groups.items())]
             self._shapes[flags] = [(logs, [m for m, _ in ms], [block for _, block in ms]) for logs, ms in ordered]
+        self._kin: dict[frozenset[Any], list[frozenset[Any]]] = {}
+        for flags in sorted(self._shapes, key=lambda f: sorted(f, key=str)):
+            self._kin.setdefault(_hard(flags), []).append(flags)
 
     def exact(self, key: Mapping[str, Any]) -> list[Row]:
         return self._exact.get(frozenset(key.items()), [])
 
     def nearest(self, key: Mapping[str, Any], count: int = _NEAREST) -> list[tuple[float, list[Row]]]:
-        """Distance and rows of the recorded shapes closest to `key`; equal flags only."""
+        """Distance and rows of the recorded shapes closest to `key`, SOFT_FLAGS apart of equal flags."""
         flags, log_m, logs = _split(key)
+        shapes = self._shapes.get(flags)
+        if shapes is None:
+            shapes = [shape for kin in self._kin.get(_hard(flags), ()) for shape in self._shapes[kin]]
         found = []
         position = 0  # unique in `found`: ties go to the smaller shape, and rows are never compared
-        for other, ms, blocks in self._shapes.get(flags, ()):
+        for other, ms, blocks in shapes:
             base = sum([abs(a - b) for a, b in zip(other, logs, strict=False)])
             at = bisect_left(ms, log_m)
             # the next larger M first: on a tie a tile that is too tall beats one that is too short
@@ -132,6 +141,10 @@ def _split(key: Mapping[str, Any]) -> tuple[frozenset[Any], float, tuple[float, 
     flags = frozenset([item for item in key.items() if item[0] not in _SIZE_SET])
     logs = tuple([_log2(key[n]) for n in _OTHER_SIZES if n in key])
     return flags, _log2(key.get("M", 1)), logs
+
+
+def _hard(flags: frozenset[Any]) -> frozenset[Any]:
+    return frozenset([item for item in flags if item[0] not in SOFT_FLAGS])
 
 
 _SIZE_SET = frozenset(SIZES)

@@ -1,5 +1,6 @@
 """The database as text, its look-up levels, its overlays, and what it costs."""
 
+import dataclasses
 import itertools
 import os
 import threading
@@ -105,6 +106,27 @@ def test_levels_in_order():
     assert (sibling[0].level, sibling[0].gpu) == ("sibling", H200.id)
     assert ask(tables, 64, 4096, 4096, A100) == [], "another architecture is no sibling"
     assert ask(tables, 64, 4096, 4096, flag="y") == [], "other flags are another problem"
+
+
+def test_flags_of_the_epilogue_borrow_rows():
+    """A product with a bias takes the rows of one without: the loop is the same. Its own rows, if any, come alone."""
+
+    def with_flags(m, us, **flags):
+        plain = row(m, 64, 64, us=us)
+        return dataclasses.replace(plain, key=plain.key | flags)
+
+    tables = db.Tables(source(with_flags(16, 5.0, bias=0, fast=0), with_flags(32, 7.0, bias=0, fast=1)))
+    answers = [list(tables.answers("some_op", dict(M=16, N=64, K=64, dtype="x", **f), H200))
+               for f in (dict(bias=1, fast=0), dict(bias=1, fast=1), dict(bias=1, fast=2), dict(bias=0))]  # fmt: skip
+    found = [[(a.level, a.row.us) for a in rows_of] for rows_of in answers]
+    assert found == [[("nearest", 5.0)], [("nearest", 7.0)], [], []]
+        [("nearest", 5.0)],
+        [("nearest", 7.0)],
+        [],
+        [],
+    ]
+    own = db.Tables(source(with_flags(16, 5.0, bias=0), with_flags(4096, 9.0, bias=1)))
+    assert [a.row.us for a in own.answers("some_op", dict(M=16, N=64, K=64, dtype="x", bias=1), H200)] == [9.0]
 
 
 def test_ranks_come_in_order():

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import fpk
 from fpk import db
 from fpk.db import Config
 from fpk.tune.export import read_trials
-from fpk.tune.h200_job import EXHAUSTIVE, grid, main, thinned
+from fpk.tune.h200_job import EXHAUSTIVE, grid, main, thinned, with_variants
 
 OP = "quantize_fp8_token"
 
@@ -51,6 +52,12 @@ def test_an_exhaustive_log_has_every_candidate(tmp_path):
     bound = op.bind(**op.inputs(M=16, K=512, device="cpu"))
     distinct = {json.dumps(c, sort_keys=True) for c in op.configs(**bound) if op.legal(config=c, **bound)}
     assert {json.dumps(json.loads(t.config), sort_keys=True) for t in trials if t.stage == "screen"} == distinct
+
+
+def test_variants_multiply_the_cases():
+    cases = with_variants([dict(M=1, K=8)], "fast_accum=True;dtype=torch.int8 a=tensor")
+    assert cases == [dict(M=1, K=8), dict(M=1, K=8, fast_accum=True), dict(M=1, K=8, dtype=torch.int8, a="tensor")]
+    assert with_variants(cases, "") == cases
 
 
 def test_shapes_of_the_log_are_many_and_apart():

@@ -63,6 +63,12 @@ def grid(op: Op[..., Any], layers: Iterable[tuple[int, int]], tokens: Iterable[i
     return list(found.values())
 
 
+def with_variants(cases: list[dict[str, Any]], variants: str) -> list[dict[str, Any]]:
+    """Every case as it is and with each variant: `fast_accum=True;dtype=int8 a=tensor`, spelled as in tables."""
+    more = [db.parse_case(v) for v in variants.split(";") if v.strip()]
+    return cases + [case | variant for variant in more for case in cases]
+
+
 def thinned(candidates: list[Config], limit: int) -> list[Config]:
     """The default and a fixed choice of the others, in their order; the same configs at every shape that has them."""
     if len(candidates) <= limit:
@@ -152,6 +158,7 @@ class Job:
                 self.tune("exhaustive", [(op.name, case) for case in cases], 0, 0, 16)
             for name in names if not a.only_exhaustive else []:
                 cases = grid(OPS[name], _pairs(a.layers) or LAYERS, _numbers(a.tokens) or TOKENS)
+                cases = with_variants(cases, a.variants)
                 self.compile(OPS[name], cases, a.max_candidates)
                 self.tune("tune", order_cases((name, case) for case in cases), a.budget, a.max_candidates, 8)
             say(self.start, "all done")
@@ -208,6 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only-exhaustive", action="store_true")
     parser.add_argument("--layers", default="", help="NxK,... instead of the built-in six")
     parser.add_argument("--tokens", default="", help="M,... instead of the built-in four")
+    parser.add_argument("--variants", default="", help="further arguments of each op's inputs, ;-separated")
     parser.add_argument("--budget", type=int, default=60, help="candidates tried per case")
     parser.add_argument("--max-candidates", type=int, default=200, help="candidates of an op that compete; 0: all")
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1))
