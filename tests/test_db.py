@@ -120,11 +120,6 @@ def test_flags_of_the_epilogue_borrow_rows():
                for f in (dict(bias=1, fast=0), dict(bias=1, fast=1), dict(bias=1, fast=2), dict(bias=0))]  # fmt: skip
     found = [[(a.level, a.row.us) for a in rows_of] for rows_of in answers]
     assert found == [[("nearest", 5.0)], [("nearest", 7.0)], [], []]
-        [("nearest", 5.0)],
-        [("nearest", 7.0)],
-        [],
-        [],
-    ]
     own = db.Tables(source(with_flags(16, 5.0, bias=0), with_flags(4096, 9.0, bias=1)))
     assert [a.row.us for a in own.answers("some_op", dict(M=16, N=64, K=64, dtype="x", bias=1), H200)] == [9.0]
 
