@@ -1,14 +1,18 @@
 """What the search and the look-up are worth on measured trials (`tune_data/*.parquet`, one GPU's log each).
 
 `exhaustive_<op>.parquet` holds every launchable candidate at several shapes, `tuned_<...>.parquet` the trials behind
-shipped tables. Both come from `python -m fpk.tune.h200_job` by `fpk tune export`.
+shipped tables, `verify_<...>.parquet` trials of shapes that the shipped tables do not have. All come from
+`python -m fpk.tune.h200_job` by `fpk tune export`.
 """
 
+import json
+import statistics
 from pathlib import Path
 
 import pytest
 
 import fpk
+from fpk import db
 from fpk.tune.arguments import legal_candidates, outline
 from fpk.tune.export import read_trials
 from fpk.tune.lint import device_of
@@ -25,6 +29,7 @@ from fpk.tune.replay import (
 from fpk.tune.trials import canonical
 
 DATA = Path(__file__).parent / "tune_data"
+VERIFY = sorted(DATA.glob("verify_*.parquet"))
 EXHAUSTIVE = sorted(DATA.glob("exhaustive_*.parquet"))
 TUNED = sorted(DATA.glob("tuned_*.parquet"))
 
@@ -82,6 +87,33 @@ def test_look_up_answers_unseen_shapes_well(tuned, hide, median, worst):
     regrets = [r for times in tuned.values() for r in lookup_regret(times, hide)]
     middle, p95 = summary(regrets)
     assert middle <= median and p95 <= worst, sorted((round(r.percent, 1), r.key) for r in regrets)[-8:]
+
+
+@pytest.fixture(scope="module", params=VERIFY, ids=lambda p: p.stem)
+def verified(request):
+    """Per op and key that no shipped row has: is its layer shipped, and what does the shipped answer cost, in %."""
+    shipped = db.Tables(db.DirectorySource(db.packaged_directory(), "packaged"))
+    trials, found = read_trials(request.param), []
+    for op, gpu in sorted({(t.op, t.gpu) for t in trials}):
+        device = device_of(gpu)
+        layers = {(r.key["N"], r.key["K"]) for r in shipped.table(0, gpu, op).rows}
+        for key, times in times_of(trials, op, gpu).items():
+            shape = json.loads(key)
+            answers = [a for a in shipped.answers(op, shape, device) if canonical(a.row.config) in times]
+            assert answers, f"{op} {key}: what the look-up answers was not measured"
+            if answers[0].level != "exact":
+                regret = 100 * (times[canonical(answers[0].row.config)] / min(times.values()) - 1)
+                found.append(((shape["N"], shape["K"]) in layers, regret, f"{op} {key}"))
+    return found
+
+
+@pytest.mark.parametrize("known_layer,median,worst", [(False, 8.0, 20.0), (True, 5.0, 12.0)])
+def test_shipped_rows_answer_shapes_they_do_not_have(verified, known_layer, median, worst):
+    regrets = sorted((regret, where) for known, regret, where in verified if known is known_layer)
+    assert len(regrets) >= 12
+    values = [regret for regret, _ in regrets]
+    assert statistics.median(values) <= median, regrets[-8:]
+    assert values[round(0.95 * (len(values) - 1))] <= worst, regrets[-8:]
 
 
 @pytest.mark.parametrize("path", EXHAUSTIVE + TUNED, ids=lambda p: p.stem)
