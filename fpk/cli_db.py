@@ -50,6 +50,11 @@ def _op(name: str) -> Any:
 def show(op: str | None = None, gpu: str | None = None, where: Where = None, all_ranks: bool = False) -> None:
     """Winners with their gain over the default."""
     tables = _tables(where)
+    if op is not None:
+        _op(op)
+    if gpu is not None and gpu not in tables.gpus():
+        raise typer.BadParameter(f"--gpu: expected one of {', '.join(tables.gpus()) or 'none recorded'}, got {gpu!r}")
+    shown = 0
     for g in [gpu] if gpu else tables.gpus():
         for name in [op] if op else tables.ops(g):
             grid = Grid(title=f"{g} / {name}")
@@ -65,6 +70,9 @@ def show(op: str | None = None, gpu: str | None = None, where: Where = None, all
                         )  # fmt: skip
             if grid.row_count:
                 _out.print(grid)
+                shown += 1
+    if not shown:
+        _out.print("no rows recorded")
 
 
 def _words(values: dict[str, Any]) -> str:

@@ -96,6 +96,15 @@ def test_mistakes_are_told_in_one_line(tables):
     assert out.startswith("fpk: autotune_db: expected a directory like") and out.count("\n") == 1
 
 
+@pytest.mark.parametrize("wrong", [("--op", "no_such_op"), ("--gpu", "nv-h900-sm90-1")], ids=lambda w: w[0])
+def test_show_of_what_is_not_there_is_a_mistake(tables, wrong):
+    assert wrong[1] in run("db", "show", *wrong, "--db", tables, code=2)
+
+
+def test_show_says_that_nothing_is_recorded(tables):
+    assert "no rows recorded" in run("db", "show", "--op", "amax", "--db", tables)
+
+
 def test_plan_and_status(tmp_path):
     store = tmp_path / "t.sqlite"
     assert "has 2 cases" in run("tune", "plan", OP, "--case", "one_4096", "--case", "M=4 K=64", "--store", store)
