@@ -7,7 +7,10 @@ For one expert this is scaled_mm_group. A scale per token with weights that have
 groups (stride 0), per-channel weights with groups of activations are block_rows 1, block_cols -1. Rows from offs[-1] on
 have no expert and become zeros, whatever they hold.
 
-Kernels: `tile`, K in steps that lie inside one group and one block; `segment`, steps of any length.
+With gather, row r of all this is row gather[r] // top_k of `a`, and of its scales: rows need not be moved before.
+
+Kernels: `tile`, K in steps that lie inside one group and one block; `descriptor`, the same with weights (and rows,
+unless gathered) by tensor descriptors (TMA); `segment`, steps of any length.
 
 Source: the FP8 experts of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -24,18 +27,26 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_fp8_matmul, expect_gran
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
-from fpk.kernels.gemm._mm import add_scaled, finish, load_k, stages_held, store_tile
+from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, finish, load_k, stages_held, store_tile
 from fpk.kernels.moe._grouped import (
+    descriptor_tiles,
+    descriptors,
+    expect_gather,
     expect_grouped,
     expert_bins,
     expert_of_rows,
     expert_tile,
+    fits_row_descriptor,
+    fits_weight_descriptor,
+    gathered,
     grid,
     grouped_tiles,
+    load_tile,
     rows_per_expert,
+    source_rows,
     store_zeros,
 )
-from fpk.kernels.moe._rows import row_ends
+from fpk.kernels.moe._rows import gather_rows, row_ends
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, scales, strided
 from fpk.shapes import grouped_cases
@@ -44,8 +55,9 @@ from fpk.shapes import grouped_cases
 def reference(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, group: int = 128, block_rows: int = 128,
     block_cols: int = 128, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
+    fast_accum: bool = False, gather: Tensor | None = None, top_k: int = 1,
 ) -> Tensor:  # fmt: skip
+    a, scale_a = gathered(a, gather, top_k), gathered(scale_a, gather, top_k)
     factor_a = decode(scale_a, E8M0) if scale_a.dtype is torch.uint8 else scale_a
     factor_b = decode(scale_b, E8M0) if scale_b.dtype is torch.uint8 else scale_b
     (R, _), (E, N, K) = a.shape, b.shape
@@ -60,7 +72,7 @@ def reference(
 
 def check(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, group: int, block_rows: int,
-    block_cols: int, bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
+    block_cols: int, bias: Tensor | None, out_dtype: torch.dtype, gather: Tensor | None, top_k: int, **_: Any,
 ) -> None:  # fmt: skip
     expect_dtype("grouped_scaled_mm_group.a", a, *FP8, torch.int8)
     expect_dtype("grouped_scaled_mm_group.b", b, a.dtype)
@@ -73,13 +85,14 @@ def check(
     expect_shape("grouped_scaled_mm_group.scale_b", scale_b, blocks.scale_shape(tuple(b.shape)))
     for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b)):
         expect_dtype(f"grouped_scaled_mm_group.{name}", tensor, torch.float32, torch.uint8)
+    expect_gather("grouped_scaled_mm_group", a, gather, top_k)
     expect_fp8_matmul("grouped_scaled_mm_group", a)
 
 
-@triton.jit(do_not_specialize=["R", "E", "stride_sam", "stride_sak"])
+@triton.jit(do_not_specialize=["R", "E", "stride_sam", "stride_sak", "top_k"])
 def _grouped_kernel(
-    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, offs_ptr, out_ptr,
-    R, E, N, K,
+    a_ptr, b_ptr, a_desc, b_desc, sa_ptr, sb_ptr, bias_ptr, offs_ptr, gather_ptr, out_ptr,
+    R, E, N, K, top_k,
     stride_am, stride_be, stride_bn, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr, E8M0_B: tl.constexpr,
     INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr, SWAP: tl.constexpr,
@@ -90,11 +103,11 @@ def _grouped_kernel(
         e = expert.to(tl.int64)
         offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
         offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_m, mask_n = offs_m < end, offs_n < N
-        # rows beyond the edge read the tile's first row: no mask in the loop, and the store drops them
-        a_rows = a_ptr + tl.where(mask_m, offs_m, first)[:, None] * stride_am
+        mask_n = offs_n < N
+        source = source_rows(gather_ptr, offs_m, end, first, top_k)
+        a_rows = a_ptr + source[:, None] * stride_am
         b_rows = b_ptr + e * stride_be + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
-        sa_rows = sa_ptr + offs_m * stride_sam
+        sa_rows = sa_ptr + source * stride_sam
         if ONE_B:
             block_n = n.to(tl.int64) * BLOCK_N // ROWS if ROWS > 0 else e * 0
         else:
@@ -116,17 +129,17 @@ def _grouped_kernel(
                 a = load_k(a_rows, k, stop, BLOCK_K, False)
                 b = load_k(b_rows, k, stop, BLOCK_K, False)
                 acc = add_scaled(
-                    acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, mask_m, mask_n,
+                    acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, None, mask_n,
                     E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
                 )  # fmt: skip
                 k = stop
         else:
             for k in range(0, K, BLOCK_K):
-                a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
-                b = load_k(b_rows, k, K, BLOCK_K, EVEN_K)
+                a = load_tile(a_desc, first, a_rows, k, K, BLOCK_K, EVEN_K)
+                b = load_tile(b_desc, expert * N + n * BLOCK_N, b_rows, k, K, BLOCK_K, EVEN_K)
                 block_k = k // COLS if COLS > 0 else 0
                 acc = add_scaled(
-                    acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, mask_m, mask_n,
+                    acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, None, mask_n,
                     E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
                 )  # fmt: skip
         if SWAP:
@@ -146,8 +159,8 @@ def _step(group: int, block_cols: int, K: int) -> int:
     return math.gcd(*changes) if changes else triton.next_power_of_2(max(K, 1))
 
 
-def configs(a: Tensor, b: Tensor, group: int, block_cols: int, **_: Any):
-    rows, step = rows_per_expert(a, b), _step(group, block_cols, a.shape[1])
+def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: Any):
+    rows, step = rows_per_expert(a, b, top_k), _step(group, block_cols, a.shape[1])
     wide = min(128, step & -step)  # its largest power of two
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(kernel="tile", SWAP=False, BLOCK_M=32, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2)
@@ -161,9 +174,16 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, **_: Any):
     for k in (128, 64, 32):
         yield Config(kernel="segment", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (32, 64, 128))
+    yield from descriptor_tiles(rows, (64, 128))
 
 
-def legal(config: Config, device: Device, a: Tensor, group: int, block_cols: int, **_: Any) -> bool:
+def legal(
+    config: Config, device: Device, a: Tensor, b: Tensor, group: int, block_cols: int, gather: Tensor | None, **_: Any
+) -> bool:  # fmt: skip
+    if config["kernel"] == "descriptor" and not (
+        fits_weight_descriptor(b) and (gather is not None or fits_row_descriptor(a))
+    ):
+        return False
     # a matrix instruction wants 32 columns of FP8 or INT8, and a step must not straddle a change of scale
     step, width = _step(group, block_cols, a.shape[1]), config["BLOCK_K"]
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
@@ -173,20 +193,24 @@ def legal(config: Config, device: Device, a: Tensor, group: int, block_cols: int
 
 def key(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int, block_rows: int, block_cols: int,
-    bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
+    bias: Tensor | None, out_dtype: torch.dtype, gather: Tensor | None, top_k: int, **_: Any,
 ) -> dict[str, int | str]:  # fmt: skip
     E, N, K = b.shape
     return dict(
-        M=bucket(a.shape[0]), N=N, K=K, E=E, dtype=str(a.dtype), out_dtype=str(out_dtype), group=group,
+        M=bucket(a.shape[0]) * top_k, N=N, K=K, E=E, dtype=str(a.dtype), out_dtype=str(out_dtype), group=group,
         block_rows=block_rows, block_cols=block_cols, column_scales=int(scale_a.stride(0) == 1),
         scale_a=str(scale_a.dtype), scale_b=str(scale_b.dtype), bias=int(bias is not None),
+        gather=int(gather is not None),
     )  # fmt: skip
 
 
-def cost(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **_: Any) -> Cost:
-    (R, K), (E, N) = a.shape, b.shape[:2]
+def cost(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, top_k: int, **_: Any
+) -> Cost:  # fmt: skip
+    (T, K), (E, N) = a.shape, b.shape[:2]
+    R = T * top_k
     scale_bytes = scale_a.numel() * scale_a.element_size() + scale_b.numel() * scale_b.element_size()
-    return Cost(flops=2 * R * N * K, bytes=R * K + min(E, R) * N * K + R * N * out_dtype.itemsize + scale_bytes)
+    return Cost(flops=2 * R * N * K, bytes=T * K + min(E, R) * N * K + R * N * out_dtype.itemsize + scale_bytes)
 
 
 def tolerance(a: Tensor, out_dtype: torch.dtype, **_: Any) -> float:
@@ -198,21 +222,25 @@ def tolerance(a: Tensor, out_dtype: torch.dtype, **_: Any) -> float:
 
 def inputs(
     *, M, N, K, E, dropped=0.0, spread="even", blocks=(128, 128, 128), scale_format="fp32", scale_layout="row",
-    bias=False, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal", layout="contiguous",
+    bias=False, gather=0, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal", layout="contiguous",
     device="cuda", seed=0,
 ):  # fmt: skip
+    """gather: rows for each row of `a`, 0 for rows that lie in order."""
     group, rows, cols = blocks
     e8m0 = scale_format == "e8m0"
-    scale_a = scales((M, 1 if scale_layout == "token" else triton.cdiv(K, group)), device, seed + 2, e8m0)
+    tokens = triton.cdiv(M, max(gather, 1))
+    M = tokens * max(gather, 1)
+    scale_a = scales((tokens, 1 if scale_layout == "token" else triton.cdiv(K, group)), device, seed + 2, e8m0)
     if scale_layout == "column":
         scale_a = scale_a.T.contiguous().T
     return dict(
-        a=strided(sample((M, K), dtype, kind, device, seed), layout),
+        a=strided(sample((tokens, K), dtype, kind, device, seed), layout),
         b=strided(sample((E, N, K), dtype, "normal", device, seed + 1), layout),
-        scale_a=scale_a.expand(M, triton.cdiv(K, group)),
+        scale_a=scale_a.expand(tokens, triton.cdiv(K, group)),
         scale_b=scales(Granularity("", rows, cols).scale_shape((E, N, K)), device, seed + 3, e8m0),
         offs=row_ends(M, E, dropped, spread, device, seed), group=group, block_rows=rows, block_cols=cols,
         bias=sample((E, N), out_dtype, "normal", device, seed + 4) if bias else None, out_dtype=out_dtype,
+        gather=gather_rows(M, device, seed) if gather else None, top_k=max(gather, 1),
     )  # fmt: skip
 
 
@@ -222,24 +250,27 @@ def inputs(
         M=(0, 1, 5, 33, 70), N=(1, 16, 33, 80), K=(1, 64, 100, 128, 272), E=(1, 3, 9), dropped=(0.0, 0.5, 1.0),
         spread=("even", "skewed", "one"),
         blocks=((128, 128, 128), (64, 32, 64), (32, 1, -1), (128, -1, -1), (48, 16, 48), (64, 20, 96)),
-        scale_format=("fp32", "e8m0"), scale_layout=("row", "column", "token"), bias=(False, True),
+        scale_format=("fp32", "e8m0"), scale_layout=("row", "column", "token"), bias=(False, True), gather=(0, 1, 3),
         dtype=(torch.float8_e4m3fn, torch.int8, torch.float8_e5m2), out_dtype=FLOAT_INPUTS,
         kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
     ),
-    kernels={name: Kernel(_grouped_kernel, matrix=True) for name in ("tile", "segment")},
+    kernels=dict(
+        tile=Kernel(_grouped_kernel, matrix=True), segment=Kernel(_grouped_kernel, matrix=True),
+        descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
+    ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
 )  # fmt: skip
 def grouped_scaled_mm_group(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, group: int = 128, block_rows: int = 128,
     block_cols: int = 128, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False, *, config: Config,
+    fast_accum: bool = False, gather: Tensor | None = None, top_k: int = 1, *, config: Config,
 ) -> Tensor:  # fmt: skip
     """Multiply the rows of each expert, with a scale per group, by its weights, with a scale per block.
 
     Args:
-        a: (R, K) codes sorted by expert, an fp8 type or int8, elements of a row contiguous.
+        a: (R, K) codes sorted by expert, an fp8 type or int8, elements of a row contiguous; (T, K) with gather.
         b: (E, N, K) weight codes, same dtype as `a`, elements of a row contiguous.
-        scale_a: (R, cdiv(K, group)), fp32 or uint8 (e8m0), any strides.
+        scale_a: (R, cdiv(K, group)), with gather (T, cdiv(K, group)); fp32 or uint8 (e8m0), any strides.
         scale_b: (E, cdiv(N, block_rows), cdiv(K, block_cols)), fp32 or uint8 (e8m0); a -1 makes that dimension 1.
         offs: (E,) int32 on the device, not falling: the row after each expert's last. Experts may have no rows.
         group: columns of `a` that share a scale; the last group may be short.
@@ -247,6 +278,8 @@ def grouped_scaled_mm_group(
         bias: (E, N) fp32, bf16 or fp16, or None; added in fp32 before the single rounding.
         out_dtype: bf16, fp16 or fp32.
         fast_accum: accepted like in every FP8 product, without effect: groups and blocks are summed in fp32 anyway.
+        gather: (T * top_k,) int32 or None; row r is row gather[r] // top_k of `a` (`index` of sort_by_expert).
+        top_k: rows for each row of `a`, with gather.
 
     Returns:
         (R, N) of out_dtype; rows from offs[-1] on are zeros.
@@ -255,15 +288,17 @@ def grouped_scaled_mm_group(
         ValueError: a shape, dtype, stride or group does not fit.
         NotImplementedError: FP8 on a GPU without FP8 matrix units.
     """
-    (R, K), (E, N) = a.shape, b.shape[:2]
+    (T, K), (E, N) = a.shape, b.shape[:2]
+    R = T * top_k
     out = torch.empty((R, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
     config = dict(config)
+    a_desc, b_desc = descriptors(config, a, b, gather)
     segments = config.pop("kernel") == "segment"
     _grouped_kernel[grid(R, N, E, config)](
-        a, b, scale_a, scale_b, bias, offs, out,
-        R, E, N, K, a.stride(0), b.stride(0), b.stride(1), out.stride(0), *scale_a.stride(), *scale_b.stride(),
+        a, b, a_desc, b_desc, scale_a, scale_b, bias, offs, gather, out,
+        R, E, N, K, top_k, a.stride(0), b.stride(0), b.stride(1), out.stride(0), *scale_a.stride(), *scale_b.stride(),
         0 if bias is None else bias.stride(0),
         GROUP=group, ROWS=block_rows, COLS=block_cols, E8M0_A=scale_a.dtype is torch.uint8,
         E8M0_B=scale_b.dtype is torch.uint8, INT8=a.dtype is torch.int8,
