@@ -65,8 +65,10 @@ E2M3 = Format("e2m3", 6, 2, 3, 1, 7.5, 7.5, "none", torch.uint8)
 E3M2 = Format("e3m2", 6, 3, 2, 3, 28.0, 28.0, "none", torch.uint8)
 E8M0 = Format("e8m0", 8, 8, 0, 127, 2.0**127, 2.0**127, "e8m0", torch.uint8)
 INT8 = Format("int8", 8, 0, 7, 0, 127.0, 127.0, "int", torch.int8)
+INT4 = Format("int4", 4, 0, 3, 0, 7.0, 7.0, "int", torch.uint8)
+"""Two's complement in four bits. Symmetric weights use -7..7, with a zero point -8..7."""
 
-FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E2M3, E3M2, E8M0, INT8)}
+FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E2M3, E3M2, E8M0, INT8, INT4)}
 FP8 = {f.dtype: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
 """The formats a torch dtype identifies. FP4, FP6 and e8m0 all live in uint8, so a dtype does not name them."""
 
@@ -155,6 +157,8 @@ def encode(x: Tensor, fmt: Format, saturate: bool = True) -> Tensor:
     x = x.float()
     if fmt is INT8:
         return encode_int8(x)
+    if fmt is INT4:
+        return encode_int8(x.clamp(-8, 7), -8).view(torch.uint8) & 15
     if fmt is E8M0:
         magnitude = x.abs()
         up = (magnitude.view(torch.int32) & 0x7FFFFF) != 0
@@ -210,6 +214,8 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Values of codes as fp32, exactly. Takes uint8 codes or tensors of the format's own dtype."""
     if fmt is INT8:
         return codes.float()
+    if fmt is INT4:
+        return ((codes & 15) ^ 8).float() - 8.0
     if fmt.dtype in FP8:
         return as_codes(codes, fmt).float()  # torch's widening cast is exact, NaN and Inf included, and one pass
     code = (codes.view(torch.uint8) if codes.dtype != torch.uint8 else codes).to(torch.int32)

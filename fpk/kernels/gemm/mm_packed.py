@@ -1,0 +1,247 @@
+"""mm_packed: product of activations and packed weights whose scales change along K.
+
+    out[m, n] = sum_k value_a[m, k] * value_b[n, k]  (+ bias[n])
+    value     = (code - zero_point) * 2^shift * scale[., k // group] * global_scale
+
+Weights: MX formats, NVFP4, INT4. Activations: bf16 and fp16 as they are (weight-only), FP8 and INT8 with a scale per
+tensor, token or group, MX formats, NVFP4. Packed bytes are all that is read of a weight: codes are decoded in registers
+to a type of the matrix unit that holds them exactly (COMPUTE of a config, `_operands.exact_in`), scales join the values
+where that is exact, and the sums of their groups in fp32 elsewhere.
+
+Kernels: `tile`, one output tile a program (SWAP puts the weights on the matrix instruction's 64-row side, for few
+tokens); `split`, the same with K divided over programs and an ordered reduction.
+
+Source: OCP Microscaling Formats 1.0; NVFP4 and W4A16 inference (vLLM serves them through Marlin and triton_kernels).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpk.check import FLOAT_INPUTS, expect_bias, expect_not_empty, expect_one_of, expect_rank, expect_shape
+from fpk.db import Config, bucket
+from fpk.device import Device, of
+from fpk.kernels._tile import tile_of
+from fpk.kernels.gemm._mm import broadcast_strides, finish, parts_buffer, reduce_parts, store_tile
+from fpk.kernels.gemm._operands import (
+    as_bytes,
+    constants,
+    expect_operand,
+    operand,
+    packed_sum,
+    pointer,
+    promoted_groups,
+    row_strides,
+    values,
+)
+from fpk.kernels.gemm._packed_space import (
+    PAIRS,
+    allowed_error,
+    compute_types,
+    fits,
+    packed_space,
+    sample_operand,
+    step_of,
+)
+from fpk.op import Cost, Kernel, op
+from fpk.samples import sample
+from fpk.shapes import linear_cases
+
+
+def reference(
+    a: Tensor, b: Tensor, scale_b: Tensor, format_b: str = "mxfp4", global_scale_b: Tensor | None = None,
+    zero_point_b: Tensor | None = None, group_b: int = -1, scale_a: Tensor | None = None, format_a: str = "none",
+    global_scale_a: Tensor | None = None, group_a: int = -1, bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    left = values(a, scale_a, format_a, global_scale_a, None, group_a)
+    out = left @ values(b, scale_b, format_b, global_scale_b, zero_point_b, group_b).T
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def check(
+    a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, global_scale_b: Tensor | None, zero_point_b: Tensor | None,
+    group_b: int, scale_a: Tensor | None, format_a: str, global_scale_a: Tensor | None, group_a: int,
+    bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
+) -> None:  # fmt: skip
+    expect_rank("mm_packed.a", a, 2)
+    expect_rank("mm_packed.b", b, 2)
+    expect_not_empty("mm_packed.a", a, 1)
+    expect_operand("mm_packed", "a", a, scale_a, format_a, global_scale_a, None, group_a)
+    expect_operand("mm_packed", "b", b, scale_b, format_b, global_scale_b, zero_point_b, group_b)
+    columns = operand(format_a, a, scale_a, group_a).columns(a)
+    width = columns * operand(format_b, b, scale_b, group_b).bits // 8
+    expect_shape("mm_packed.b", b, (b.shape[0], width))
+    expect_one_of("mm_packed.out_dtype", out_dtype, FLOAT_INPUTS)
+    expect_bias("mm_packed.bias", bias, b.shape[0])
+
+
+@triton.jit(do_not_specialize=["M", "stride_sam", "stride_sak"])
+def _packed_kernel(
+    a_ptr, b_ptr, sa_ptr, sb_ptr, zb_ptr, over_a_ptr, over_b_ptr, bias_ptr, out_ptr,
+    M, N, K,
+    stride_am, stride_bn, stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk, stride_zbn, stride_zbk,
+    stride_oam, stride_obn,
+    FORMAT_A: tl.constexpr, TYPE_A: tl.constexpr, SCALE_A: tl.constexpr, GROUP_A: tl.constexpr, FOLD_A: tl.constexpr,
+    UP_A: tl.constexpr, FORMAT_B: tl.constexpr, TYPE_B: tl.constexpr, SCALE_B: tl.constexpr, GROUP_B: tl.constexpr,
+    FOLD_B: tl.constexpr, UP_B: tl.constexpr, POST: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
+    m, n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    part = tl.program_id(1)
+    offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows beyond the edge read row 0: no mask in the loop, and the store drops them
+    rows_m = tl.where(offs_m < M, offs_m, 0)[:, None]
+    rows_n = tl.where(offs_n < N, offs_n, 0)[:, None]
+    sa_rows, zb_rows = sa_ptr, zb_ptr
+    if SCALE_A != "":
+        sa_rows = sa_ptr + rows_m * stride_sam
+    if zb_ptr is not None:
+        zb_rows = zb_ptr + rows_n * stride_zbn
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = packed_sum(
+        acc, a_ptr + rows_m * stride_am, b_ptr + rows_n * stride_bn, sa_rows, sb_ptr + rows_n * stride_sbn, zb_rows,
+        part * BLOCK_K, SPLIT_K * BLOCK_K, K, stride_sak, stride_sbk, stride_zbk,
+        FORMAT_A, TYPE_A, SCALE_A, GROUP_A, FOLD_A, UP_A, FORMAT_B, TYPE_B, SCALE_B, GROUP_B, FOLD_B, UP_B, POST,
+        PROMOTE, SWAP, BLOCK_K, EVEN_K,
+    )  # fmt: skip
+    if SWAP:
+        acc = tl.trans(acc)
+    if SPLIT_K == 1:
+        acc = finish(acc, over_a_ptr, over_b_ptr, bias_ptr, None, None, offs_m, offs_n, M, N, stride_oam, stride_obn, 0)
+        store_tile(out_ptr, acc, offs_m, offs_n, M, N, stride_om)
+    else:
+        store_tile(out_ptr + part.to(tl.int64) * M * N, acc, offs_m, offs_n, M, N, N)
+
+
+def configs(
+    a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, group_b: int, scale_a: Tensor | None, format_a: str,
+    group_a: int, **_: Any,
+):  # fmt: skip
+    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    for compute in compute_types(left, right, of(a.device)):
+        step = step_of(left.columns(a), promoted_groups(constants(compute, left, right, a.dtype)))
+        yield from packed_space(bucket(a.shape[0]), compute, step, of(a.device))
+
+
+def legal(
+    config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, group_b: int,
+    scale_a: Tensor | None, format_a: str, group_a: int, **_: Any,
+) -> bool:  # fmt: skip
+    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    return fits(config, device, left, right, a.dtype, left.columns(a))
+
+
+def key(
+    a: Tensor, b: Tensor, format_b: str, zero_point_b: Tensor | None, group_b: int, scale_a: Tensor | None,
+    format_a: str, group_a: int, bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
+) -> dict[str, int | str]:  # fmt: skip
+    return dict(
+        M=bucket(a.shape[0]), N=b.shape[0], K=operand(format_a, a, scale_a, group_a).columns(a), a=str(a.dtype),
+        format_a=format_a, group_a=group_a, format_b=format_b, group_b=group_b,
+        zero_point=int(zero_point_b is not None), out_dtype=str(out_dtype), bias=int(bias is not None),
+    )  # fmt: skip
+
+
+def cost(
+    a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, format_a: str, group_a: int,
+    zero_point_b: Tensor | None, out_dtype: torch.dtype, **_: Any,
+) -> Cost:  # fmt: skip
+    M, N, K = a.shape[0], b.shape[0], operand(format_a, a, scale_a, group_a).columns(a)
+    moved = sum(t.numel() * t.element_size() for t in (a, b, scale_a, scale_b, zero_point_b) if t is not None)
+    return Cost(flops=2 * M * N * K, bytes=moved + M * N * out_dtype.itemsize)
+
+
+def tolerance(a: Tensor, format_a: str, out_dtype: torch.dtype, **_: Any) -> float:
+    return allowed_error(a, format_a, out_dtype)
+
+
+def inputs(
+    *, M, N, K, pair=("none", "mxfp4", -1, -1), per_row=False, zero_point=False, bias=False, a_dtype=torch.bfloat16,
+    out_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda", seed=0,
+):  # fmt: skip
+    format_a, format_b, group_a, group_b = pair
+    K = -(-K // 4) * 4  # whole bytes in every format
+    a = sample_operand((M, K), format_a, group_a, per_row, False, a_dtype, kind, layout, device, seed)
+    b = sample_operand((N, K), format_b, group_b, per_row, zero_point, a_dtype, "normal", layout, device, seed + 1)
+    del a["zero_point"]
+    return dict(
+        a=a.pop("codes"), b=b.pop("codes"), **{f"{n}_a": v for n, v in a.items()},
+        **{f"{n}_b": v for n, v in b.items()}, format_a=format_a, format_b=format_b, group_a=group_a, group_b=group_b,
+        bias=sample((N,), torch.float32, "normal", device, seed + 3) if bias else None, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+@op(
+    reference=reference, check=check, inputs=inputs, tol=tolerance,
+    domain=dict(
+        M=(0, 1, 5, 33, 70), N=(1, 16, 33, 80), K=(4, 64, 100, 128, 272), pair=PAIRS, per_row=(False, True),
+        zero_point=(False, True), bias=(False, True), a_dtype=(torch.bfloat16, torch.float16), out_dtype=FLOAT_INPUTS,
+        kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
+    ),
+    kernels=dict(tile=Kernel(_packed_kernel, matrix=True), split=Kernel(_packed_kernel, matrix=True)),
+    configs=configs, launcher_fields=("COMPUTE",), legal=legal, key=key, cost=cost, cases=linear_cases(),
+)  # fmt: skip
+def mm_packed(
+    a: Tensor, b: Tensor, scale_b: Tensor, format_b: str = "mxfp4", global_scale_b: Tensor | None = None,
+    zero_point_b: Tensor | None = None, group_b: int = -1, scale_a: Tensor | None = None, format_a: str = "none",
+    global_scale_a: Tensor | None = None, group_a: int = -1, bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, *, config: Config,
+) -> Tensor:  # fmt: skip
+    """Multiply activations by packed weights.
+
+    Args:
+        a: (M, K) activations, rows contiguous: bf16 or fp16 (format "none"), an fp8 type ("fp8"), int8 ("int8"), or
+            codes of an MX format or "nvfp4", packed (M, K / 2) or (M, 3 K / 4) where they have 4 or 6 bits.
+        b: (N, K), (N, 3 K / 4) or (N, K / 2) weight codes, rows contiguous.
+        scale_b: (N, cdiv(K, group)): uint8 e8m0 for MX (groups of 32), float8_e4m3fn or its bytes for "nvfp4" (16),
+            fp32 for "int4"; (N, 1) or (1, 1) if group_b is -1. value = code * scale.
+        format_b: "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4" or "int4".
+        global_scale_b: fp32 (1, 1) or (N, 1), with "nvfp4" only: a multiplier.
+        zero_point_b: int32 of scale_b's shape, or None, with "int4" only: value = (code - zero_point) * scale.
+        group_b: columns that share a scale of "int4", a multiple of 16, or -1 for all; other formats have their own.
+        scale_a: like scale_b; None for "none"; fp32 or uint8 for "fp8", (M, 1) or (1, 1) for group_a -1.
+        format_a: "none", "fp8", "int8", an MX format or "nvfp4".
+        global_scale_a: fp32 (1, 1) or (M, 1), with "nvfp4" only.
+        group_a: columns that share a scale of "fp8", a multiple of 16, or -1 for all.
+        bias: (N,) fp32, bf16 or fp16, or None; added in fp32 before the single rounding.
+        out_dtype: bf16, fp16 or fp32.
+
+    Returns:
+        (M, N) of `out_dtype`, accumulated in fp32 (int32 inside a group of integer codes).
+
+    Raises:
+        ValueError: a format, shape, dtype or stride does not fit, or K is 0.
+    """
+    M, N = a.shape[0], b.shape[0]
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    K, config = left.columns(a), dict(config)
+    split, made = config.pop("SPLIT_K", 1), constants(config.pop("COMPUTE"), left, right, a.dtype)
+    over_a = global_scale_a if scale_a is None or left.group > 0 else scale_a
+    over_b = global_scale_b if right.group > 0 else scale_b
+    del config["kernel"]
+    parts = parts_buffer(out, split, torch.float32)
+    scale_a, scale_b = as_bytes(scale_a), as_bytes(scale_b)
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    over_strides = broadcast_strides(over_a, over_b)
+    _packed_kernel[(tiles, split)](
+        pointer(a, made, "A"), pointer(b, made, "B"), scale_a, scale_b, zero_point_b, over_a, over_b, bias, parts,
+        M, N, K, a.stride(0), b.stride(0), out.stride(0),
+        *row_strides(scale_a), *row_strides(scale_b), *row_strides(zero_point_b), *over_strides,
+        EVEN_K=K % config["BLOCK_K"] == 0, SPLIT_K=split, **made, **config,
+    )  # fmt: skip
+    if split > 1:
+        reduce_parts(parts, out, (over_a, over_b, bias, None, None), [*over_strides, 0])
+    return out
