@@ -78,7 +78,7 @@ def moe(
 
 
 def moe_experts(
-    x: Tensor,
+    x: Weight,
     weights: Tensor,
     ids: Tensor,
     w13: Weight,
@@ -98,11 +98,12 @@ def moe_experts(
     input_scale13: Tensor | None = None,
     input_scale2: Tensor | None = None,
     fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The layer behind its router: out[t] = sum_j weights[t, j] * expert_{ids[t, j]}(x[t]).
 
     Args:
-        x: (T, H) tokens, bf16, fp16 or fp32.
+        x: (T, H) tokens, bf16, fp16 or fp32; or already Quantized by the scheme `act`, as they come from other ranks.
         weights: (T, top_k) fp32.
         ids: (T, top_k) int32 or int64; an id out of range is skipped, as is one that expert_map gives -1.
         w13: (E, 2I, H) gate and up of the experts of this rank, halves or `interleaved` rows; (E, I, H) if not gated.
@@ -117,22 +118,24 @@ def moe_experts(
         input_scale13, input_scale2: (1, 1) fp32 static scales of the activations, with act "fp8_tensor" or
             "int8_tensor"; both or neither. Their values are not checked: that would wait for the device.
         fast_accum: let FP8 products stay in the tensor core's own accumulator over all of K.
+        out_dtype: bf16 or fp16 for Quantized x, whose own dtype is not known; bf16 if None.
 
     Returns:
-        (T, H) of x's dtype; the hidden rows are rounded to x's dtype after each product and after the activation.
+        (T, H) of x's dtype, or of out_dtype; the hidden rows are rounded to it after each product and after the
+        activation.
 
     Raises:
         ValueError: a shape, dtype, name or combination does not fit.
         NotImplementedError: products that this device cannot do.
     """
-    expect_rank("moe.x", x, 2)
-    expect_dtype("moe.x", x, *FLOAT_INPUTS)
+    expect_rank("moe.x", _codes(x), 2)
+    dtype = _out_dtype(x, act, apply_router_weight_on_input, out_dtype)
     expect_rank("moe.ids", ids, 2)
     T, top_k = ids.shape
-    expect_shape("moe.ids", ids, (x.shape[0], top_k))
+    expect_shape("moe.ids", ids, (_codes(x).shape[0], top_k))
     expect_shape("moe.weights", weights, (T, top_k))
     expect_dtype("moe.weights", weights, torch.float32)
-    E = _expect_weights(x, w13, w2, gated)
+    E = _expect_weights(x, dtype, w13, w2, gated)
     if apply_router_weight_on_input and top_k != 1:
         raise ValueError(f"moe.apply_router_weight_on_input: expected False with top_k > 1, got top_k = {top_k}")
     scheme = _activation_scheme(act, {"w13": w13, "w2": w2}, {"13": input_scale13, "2": input_scale2})
@@ -140,10 +143,10 @@ def moe_experts(
     index, position, offs = OPS["sort_by_expert"](ids, E, expert_map)
     on_input = weights if apply_router_weight_on_input else None
     rows, scale = _permuted(x, index, top_k, offs, scheme, w13, on_input, input_scale13)
-    hidden = _product(rows, scale, scheme, w13, offs, bias13, x.dtype, fast_accum)
+    hidden = _product(rows, scale, scheme, w13, offs, bias13, dtype, fast_accum)
     parameters = dict(activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, beta=beta, limit=limit)
     rows, scale = _activated(hidden, parameters, offs, scheme, w2, input_scale2)
-    out = _product(rows, scale, scheme, w2, offs, bias2, x.dtype, fast_accum)
+    out = _product(rows, scale, scheme, w2, offs, bias2, dtype, fast_accum)
     return OPS["moe_unpermute"](out, position, None if apply_router_weight_on_input else weights)
 
 
@@ -151,7 +154,24 @@ def _codes(weight: Weight) -> Tensor:
     return weight.codes if isinstance(weight, Quantized) else weight
 
 
-def _expect_weights(x: Tensor, w13: Weight, w2: Weight, gated: bool) -> int:
+def _out_dtype(x: Weight, act: str, on_input: bool, wanted: torch.dtype | None) -> torch.dtype:
+    """What the layer computes in between and gives back; ValueError for tokens that do not fit the other arguments."""
+    if not isinstance(x, Quantized):
+        expect_dtype("moe.x", x, *FLOAT_INPUTS)
+        if wanted not in (None, x.dtype):
+            raise ValueError(f"moe.out_dtype: expected None or x's {x.dtype}, got {wanted}")
+        return x.dtype
+    if x.scheme != act:
+        raise ValueError(f"moe.x: expected tokens quantized by act {act!r}, got {x.scheme}")
+    if on_input:
+        raise ValueError("moe.apply_router_weight_on_input: expected False with Quantized x, got True")
+    dtype = wanted or torch.bfloat16
+    if dtype not in FLOAT_INPUTS:
+        raise ValueError(f"moe.out_dtype: expected one of {', '.join(map(str, FLOAT_INPUTS))}, got {dtype}")
+    return dtype
+
+
+def _expect_weights(x: Weight, dtype: torch.dtype, w13: Weight, w2: Weight, gated: bool) -> int:
     """Raise ValueError unless both weights fit x and each other; the number of experts."""
     for name, weight in (("w13", w13), ("w2", w2)):
         expect_rank(f"moe.{name}", _codes(weight), 3)
@@ -159,10 +179,12 @@ def _expect_weights(x: Tensor, w13: Weight, w2: Weight, gated: bool) -> int:
             if weight.zero_point is not None:
                 raise ValueError(f"moe.{name}: expected weights without zero points, got {weight!r}")
         else:
-            expect_dtype(f"moe.{name}", weight, x.dtype)
+            expect_dtype(f"moe.{name}", weight, dtype)
     E, H, I = _codes(w2).shape
     expect_shape("moe.w13", _codes(w13), (E, 2 * I if gated else I, H))
-    expect_shape("moe.x", x, (x.shape[0], H))
+    wide = tuple(x.shape or ())
+    if wide != (_codes(x).shape[0], H):
+        raise ValueError(f"moe.x: expected ({_codes(x).shape[0]}, {H}), got {wide}")
     return E
 
 
@@ -193,11 +215,15 @@ def _activation_scheme(act: str, weights: dict[str, Weight], static: dict[str, T
 
 
 def _permuted(
-    x: Tensor, index: Tensor, top_k: int, offs: Tensor, scheme: Scheme | None, weight: Weight,
+    x: Weight, index: Tensor, top_k: int, offs: Tensor, scheme: Scheme | None, weight: Weight,
     on_input: Tensor | None, static: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Rows for the first product, and their scales; quantized before they are moved where that gives the same."""
     permute = OPS["moe_permute"]
+    if isinstance(x, Quantized):
+        if x.scale.shape == (1, 1) and x.granularity.rows < 0:  # one scale for all tokens
+            return permute(x.codes, index, top_k)[0], x.scale
+        return permute(x.codes, index, top_k, x.scale)
     if scheme is None:
         return permute(x, index, top_k, weights=on_input)[0], None
     if on_input is not None or (scheme.granularity.rows < 0 and static is None):
