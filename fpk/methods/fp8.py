@@ -58,7 +58,8 @@ class Fp8LinearMethod(QuantizedLinearMethod):
             layer, "weight", nan_codes, Weight(cut),
             input_dim=1, output_dim=0, fixed_dtype=True, **extra_weight_attrs,
         )  # fmt: skip
-        staging.expect("weight", weight, None)
+        rows = {str(i): range(o, o + w) for i, (o, w) in enumerate(zip(cut.offsets, cut.widths, strict=True))}
+        staging.expect("weight", weight, None, rows)
         shards = TensorScale(len(cut.widths))
         if self.block is None:
             self._expect_scale(layer, "weight_scale", (len(cut.widths),), shards, extra_weight_attrs)
@@ -112,6 +113,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
         dtype = fp8_dtype(loaded["weight"].device)
         doubled = 2.0 if dtype is torch.float8_e4m3fnuz else 1.0  # the same code means half as much there
         widths = layer.logical_widths
+        layer.loading.expect_whole(layer)
         _expect_codes(f"{name}.weight", loaded["weight"], widths)
         inputs = None  # all checks come before the first code changes
         if "input_scale" in loaded:
@@ -225,14 +227,19 @@ def in_format(codes: Tensor, dtype: torch.dtype) -> Tensor:
 def _requantize(codes: Tensor, scales: Tensor, widths: list[int]) -> Tensor:
     """Bring all shards to the largest scale (1,), in place; those that have it already stay as they are."""
     largest = _largest(scales, widths)
+    requantize(codes, scales, widths, largest[0])
+    return largest
+
+
+def requantize(codes: Tensor, scales: Tensor, widths: list[int], target: Tensor) -> None:
+    """Bring shards of `widths` rows from their `scales` to the scale `target`, in place, a part at a time."""
     row = 0
     for i, width in enumerate(widths):
-        if width > 0 and not torch.equal(scales[i], largest[0]):
+        if width > 0 and not torch.equal(scales[i], target):
             step = max(1, CHUNK // codes.shape[1])
             for start in range(row, row + width, step):
                 part = codes[start : min(start + step, row + width)]
                 values = dequantize(part, scales[i].view(1, 1))
-                again = quantize_fp8_static(values, largest.view(1, 1), dtype=codes.dtype)
+                again = quantize_fp8_static(values, target.view(1, 1), dtype=codes.dtype)
                 part.view(torch.uint8).copy_(again.view(torch.uint8))
         row += width
-    return largest

@@ -65,12 +65,19 @@ class Loader:
         self._layer: weakref.ref[nn.Module] | None = weakref.ref(layer)
         self.name, self.load = name, load
 
-    def __call__(self, param: Tensor, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, param: Tensor, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the layer's own loader returns: False from one of experts means that the tensor was not taken."""
         layer = self._layer() if self._layer is not None else None
         if layer is None:
             raise RuntimeError(f"{self.name}: the layer this parameter belonged to is gone")
         with torch.no_grad():
-            layer.loading.receive(layer, self, loaded_weight, args, kwargs)  # type: ignore[union-attr, operator]
+            return layer.loading.receive(layer, self, loaded_weight, args, kwargs)  # type: ignore[union-attr, operator]
+
+    def run(self, layer: nn.Module, param: Tensor, loaded: Tensor, args: Any, kwargs: Any) -> Any:
+        """Write into `param`, which stands for the layer's parameter."""
+        if getattr(self.load, "takes_layer", False):
+            return self.load(layer, param, loaded, *args, **kwargs)
+        return self.load(param, loaded, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layer": self._layer() if self._layer is not None else None, "name": self.name, "load": self.load}
@@ -84,8 +91,10 @@ class Loader:
 class Loading:
     """Writes tensors into the layer's parameters as they come."""
 
-    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> None:
-        loader.load(layer._parameters[loader.name], loaded, *args, **kwargs)
+    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> Any:
+        param = layer._parameters[loader.name]
+        assert param is not None
+        return loader.run(layer, param, loaded, args, kwargs)
 
     def moved(self, device: torch.device) -> None:
         """The layer's parameters have moved to `device`."""
@@ -112,17 +121,18 @@ class Streaming(Loading):
         """Stream the parameter `name`; `template` has its shape, dtype and attributes on the meta device."""
         self.templates[name] = template
 
-    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> None:
+    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> Any:
         if loader.name not in self.templates:
             return super().receive(layer, loader, loaded, args, kwargs)
         with _Writes() as writes:
-            loader.load(self.templates[loader.name], loaded, *args, **kwargs)
+            taken = loader.run(layer, self.templates[loader.name], loaded, args, kwargs)
         if not writes.regions:
-            return  # a shard without rows
+            return taken  # a shard without rows
         self.filled.setdefault(loader.name, {}).update(writes.regions)
         self.pending.append((loader, loaded, args, kwargs))
         if not self.missing():
             self.finish(layer)
+        return taken
 
     def missing(self) -> dict[str, int]:
         """Elements that have not come yet, by parameter."""
@@ -147,7 +157,7 @@ class Streaming(Loading):
         pending, self.pending = self.pending, []
         while pending:
             loader, loaded, args, kwargs = pending.pop(0)  # let each tensor go as soon as it is copied
-            loader.load(weights[loader.name], loaded, *args, **kwargs)
+            loader.run(layer, weights[loader.name], loaded, args, kwargs)
             del loaded
         self.method.weights_arrived(layer, {n: w.data for n, w in weights.items()})
 
@@ -184,39 +194,69 @@ def load_dummy_weights(module: nn.Module, bound: float = 1e-3, seed: int = 0) ->
 
 
 class _Writes(TorchDispatchMode):
-    """Records which regions of meta tensors are copied into or filled."""
+    """Records which regions are copied into or filled: of meta tensors, or of the tensor `of`."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: Tensor | None = None) -> None:
         super().__init__()
+        self.of = None if of is None else of.untyped_storage().data_ptr()
         self.regions: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name in ("aten::copy_", "aten::fill_") and args[0].is_meta and args[0].numel():
+        if func._schema.name in ("aten::copy_", "aten::fill_") and args[0].numel():
             target = args[0]
-            self.regions[(target.storage_offset(), target.shape, target.stride())] = target.numel()
+            if target.is_meta if self.of is None else target.untyped_storage().data_ptr() == self.of:
+                self.regions[(target.storage_offset(), target.shape, target.stride())] = target.numel()
         return func(*args, **(kwargs or {}))
 
 
 class Staging(Loading):
     """Writes into parameters until they are processed; after that into their form on disk, to be processed again.
 
-    Codes go straight into the live storage, their scales into new tensors.
+    Codes go straight into the live storage, their scales into new tensors. Which rows of the codes were written is
+    noted: a shard that was left out would keep the codes that it has.
     """
 
     def __init__(self) -> None:
         self.processed = False
         self.forms: dict[str, tuple[torch.Size, torch.dtype, float | None]] = {}
         self.staged: dict[str, nn.Parameter] = {}
+        self.parts: dict[str, dict[str, range]] = {}
+        self.touched: dict[str, list[range]] = {}
 
-    def expect(self, name: str, parameter: nn.Parameter, fill: float | None) -> None:
-        """Parameter `name` has this form on disk; `fill` is what it holds before loading, None for codes."""
+    def expect(
+        self, name: str, parameter: nn.Parameter, fill: float | None, parts: dict[str, range] | None = None
+    ) -> None:
+        """Parameter `name` has this form on disk; `fill` is what it holds before loading, None for codes.
+
+        Args:
+            parts: of codes, what the checkpoint may have as a tensor of its own, and the rows that this fills.
+        """
         self.forms[name] = (parameter.shape, parameter.dtype, fill)
+        if parts:
+            self.parts[name] = parts
 
-    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> None:
-        if not self.processed or loader.name not in self.forms:
+    def receive(self, layer: nn.Module, loader: Loader, loaded: Tensor, args: Any, kwargs: Any) -> Any:
+        if loader.name not in self.forms:
             return super().receive(layer, loader, loaded, args, kwargs)
-        loader.load(self._stage(layer, loader.name), loaded, *args, **kwargs)
+        param = self._stage(layer, loader.name) if self.processed else layer._parameters[loader.name]
+        assert param is not None
+        if loader.name not in self.parts or not param.numel():
+            return loader.run(layer, param, loaded, args, kwargs)
+        with _Writes(param) as writes:
+            taken = loader.run(layer, param, loaded, args, kwargs)
+        self.touched.setdefault(loader.name, []).extend(_rows(param, region) for region in writes.regions)
+        return taken
+
+    def expect_whole(self, layer: nn.Module) -> None:
+        """Raise ValueError if some parts of a parameter's codes were loaded and others were not."""
+        for name, touched in self.touched.items():
+            parts = {label: rows for label, rows in self.parts[name].items() if rows}
+            missing = [label for label, rows in parts.items() if not any(_overlap(rows, t) for t in touched)]
+            if missing:
+                raise ValueError(
+                    f"{name_of(layer)}.{name}: expected one for each of {len(parts)} shards, shards "
+                    f"[{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}] were never loaded"
+                )
 
     def loaded(self, layer: nn.Module) -> dict[str, Tensor]:
         """What has been loaded since `done`, in its form on disk; empty if nothing."""
@@ -227,6 +267,7 @@ class Staging(Loading):
         """What has been loaded is processed."""
         self.processed = True
         self.staged.clear()
+        self.touched.clear()
 
     def _stage(self, layer: nn.Module, name: str) -> nn.Parameter:
         if name not in self.staged:
@@ -242,3 +283,19 @@ class Staging(Loading):
             self.staged[name] = nn.Parameter(data, requires_grad=False)
             self.staged[name].__dict__.update(attributes_of(live))
         return self.staged[name]
+
+
+def _rows(param: Tensor, region: tuple[int, torch.Size, tuple[int, ...]]) -> range:
+    """Rows of a contiguous parameter, its leading dimensions taken together, that a region of its storage lies in."""
+    offset, shape, stride = region
+    width = param.shape[-1] if param.dim() > 1 else 1
+    first = offset - param.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    step = stride[-2] // width if len(shape) > 1 and shape[-2] > 1 else 1
+    return range(first // width, last // width + 1, max(1, step))
+
+
+def _overlap(a: range, b: range) -> bool:
+    if a.start >= b.stop or b.start >= a.stop:
+        return False
+    return not (a.step == b.step > 1) or (a.start - b.start) % a.step == 0

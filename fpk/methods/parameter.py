@@ -188,12 +188,21 @@ class Blocks:
         """Does the weight begin inside a block, so that `scale` does not start with a whole one?"""
         return self.offset_n > 0 or self.offset_k > 0
 
+    @property
+    def whole_sizes(self) -> tuple[int, int]:
+        """Rows and columns of the largest blocks that begin where the weight does."""
+        return math.gcd(self.rows, self.offset_n), math.gcd(self.cols, self.offset_k)
+
     def whole(self, scale: Tensor) -> tuple[Tensor, int, int]:
         """The scales repeated for blocks (rows, columns), returned too, that begin where the weight does."""
-        rows, cols = math.gcd(self.rows, self.offset_n), math.gcd(self.cols, self.offset_k)
+        return self.whole_stack(scale), *self.whole_sizes
+
+    def whole_stack(self, scale: Tensor) -> Tensor:
+        """The scales of one matrix or a stack of them, repeated for blocks of `whole_sizes`."""
+        rows, cols = self.whole_sizes
         at_n = (self.offset_n + rows * torch.arange(cdiv(self.cut.N, rows), device=scale.device)) // self.rows
         at_k = (self.offset_k + cols * torch.arange(cdiv(self.cut.K, cols), device=scale.device)) // self.cols
-        return scale[at_n][:, at_k], rows, cols
+        return scale.index_select(-2, at_n).index_select(-1, at_k)
 
 
 @dataclass(frozen=True)

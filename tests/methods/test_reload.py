@@ -100,6 +100,30 @@ def test_loading_again_ends_in_the_same_storage(kind):
 
 
 @every_kind
+def test_a_second_load_without_one_shard_is_refused(kind):
+    """The codes of that shard would be those of before under the new scales."""
+    layer = load(make(kind), seed=1)
+    for name in [n for n in ("weight", "weight_scale", "weight_scale_inv", "input_scale") if n in layer._parameters]:
+        parameter = layer._parameters[name]
+        if parameter is None or (kind in ONLINE and name != "weight"):
+            continue
+        for i, (shard, n) in enumerate(zip("qkv", WIDTHS, strict=True)):
+            if name == "weight" and kind in ONLINE:
+                value = random_weight(n, K)
+            elif name == "weight":
+                value = encode(random_weight(n, K), E4M3FN).view(torch.float8_e4m3fn)
+            elif name == "weight_scale_inv":
+                rows, columns = layer.weight_block_size
+                value = torch.full((-(-n // rows), -(-K // columns)), 0.5)
+            else:
+                value = torch.tensor(0.5 + i)
+            if (name, shard) != ("weight", "k"):
+                parameter.weight_loader(parameter, value.to(default_device()), shard)
+    with pytest.raises(ValueError, match=r"p\.qkv_proj\.weight: expected"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@every_kind
 def test_a_copy_is_a_layer_of_its_own(kind):
     layer = load(make(kind), seed=1)
     other = copy.deepcopy(layer)
