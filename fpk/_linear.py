@@ -9,16 +9,20 @@ from torch import Tensor, nn
 
 from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_shape, expect_valid_scale
-from fpk.formats import FP8, INT8, Scheme
+from fpk.formats import FP8, INT8, Scheme, scheme_of
 from fpk.op import OPS
+
+_KEPT = ("weight", "weight_scale", "weight_global_scale", "weight_zero_point", "input_scale")
+"""Buffers whose dtype is part of what they say."""
 
 
 class QuantizedLinear(nn.Module):
     """A linear layer with quantized weights: y = x @ weight.T + bias, forward only.
 
-    Buffers: `weight` (N, K) codes, `weight_scale` of the scheme's granularity, `input_scale` (1, 1) for static
-    activations, else None, `bias` (N,) or None. They keep their dtypes when the module is cast (`.half()`,
-    `.to(torch.bfloat16)`), the bias excepted, and follow it between devices.
+    Buffers: `weight` (N, K) codes, (N, K / 2) and (N, 3 K / 4) where they are packed, `weight_scale` of the scheme's
+    granularity, `weight_global_scale` and `weight_zero_point` where the scheme has them, else None, `input_scale`
+    (1, 1) for static activations, else None, `bias` (N,) or None. They keep their dtypes when the module is cast
+    (`.half()`, `.to(torch.bfloat16)`), the bias excepted, and follow it between devices.
     For activations with zero points there is `colsum` too, the sums of the codes' rows; it is not in the state dict.
 
     Args:
@@ -35,6 +39,8 @@ class QuantizedLinear(nn.Module):
 
     weight: Tensor
     weight_scale: Tensor
+    weight_global_scale: Tensor | None
+    weight_zero_point: Tensor | None
     bias: Tensor | None
     input_scale: Tensor | None
     colsum: Tensor | None
@@ -44,8 +50,8 @@ class QuantizedLinear(nn.Module):
         input_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if weight.codes.dim() != 2 or weight.zero_point is not None or weight.global_scale is not None:
-            raise ValueError(f"QuantizedLinear.weight: expected an (N, K) matrix with one scale tensor, got {weight!r}")
+        if weight.codes.dim() != 2 or (weight.zero_point is not None and not scheme_of(weight.scheme).product):
+            raise ValueError(f"QuantizedLinear.weight: expected an (N, K) matrix, int8 symmetric, got {weight!r}")
         scheme = parse_layer_scheme(f"{weight.scheme}:{activation or 'none'}")
         if scheme.static != (input_scale is not None):
             wanted = "a tensor (1, 1)" if scheme.static else "None"
@@ -54,7 +60,8 @@ class QuantizedLinear(nn.Module):
             expect_shape("QuantizedLinear.input_scale", input_scale, (1, 1))
             expect_dtype("QuantizedLinear.input_scale", input_scale, torch.float32)
             expect_valid_scale("QuantizedLinear.input_scale", input_scale)
-        self.out_features, self.in_features = weight.codes.shape
+        assert weight.shape is not None
+        self.out_features, self.in_features = weight.shape
         self.weight_scheme = weight.scheme
         self.activation_scheme = activation
         self._quantizer = str(scheme.activation)
@@ -66,6 +73,8 @@ class QuantizedLinear(nn.Module):
             self._options["check"] = False
         self.register_buffer("weight", weight.codes)
         self.register_buffer("weight_scale", weight.scale)
+        self.register_buffer("weight_global_scale", weight.global_scale)
+        self.register_buffer("weight_zero_point", weight.zero_point)
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("input_scale", input_scale)
         self.register_buffer("colsum", None, persistent=False)
@@ -94,7 +103,8 @@ class QuantizedLinear(nn.Module):
         if weight.is_meta:
             raise ValueError(f"{name}.weight: expected a tensor with data, got one on the meta device")
         expect_dtype(f"{name}.weight", weight, *FLOAT_INPUTS)
-        options: dict[str, Any] = {"qmin": -127} if pair.weight.format is INT8 else {}
+        symmetric = pair.weight.format is INT8 and not pair.weight.product
+        options: dict[str, Any] = {"qmin": -127} if symmetric else {}
         codes = quantize(weight, pair.weight, **options)
         if codes.scale.dtype is torch.float32:
             expect_valid_scale(f"{name}.weight_scale", codes.scale)
@@ -109,7 +119,10 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized_weight(self) -> Quantized:
-        return Quantized(self.weight, self.weight_scale, self.weight_scheme, check=False)
+        return Quantized(
+            self.weight, self.weight_scale, self.weight_scheme, self.weight_zero_point, self.weight_global_scale,
+            check=False,
+        )  # fmt: skip
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights that the layer multiplies by, (N, K)."""
@@ -145,7 +158,7 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         """Move codes and scales with the module, but never cast them: codes of another dtype are other numbers."""
-        kept = {id(self.weight), id(self.weight_scale), id(self.input_scale)}
+        kept = {id(self._buffers[name]) for name in _KEPT}
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -158,15 +171,17 @@ class QuantizedLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy, with the codes as plain bytes."""
         state = self.__dict__.copy()
-        state["_buffers"] = self._buffers | {"weight": plain_bytes(self.weight)}
-        state["_codes_dtype"] = self.weight.dtype
+        codes = {"weight": self.weight, "weight_scale": self.weight_scale}
+        state["_buffers"] = self._buffers | {name: plain_bytes(tensor) for name, tensor in codes.items()}
+        state["_dtypes"] = {name: tensor.dtype for name, tensor in codes.items()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        dtype = state.pop("_codes_dtype")
+        dtypes = state.pop("_dtypes")
         super().__setstate__(state)
-        self.weight = self.weight.view(dtype)
+        for name, dtype in dtypes.items():
+            setattr(self, name, getattr(self, name).view(dtype))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
@@ -174,7 +189,7 @@ class QuantizedLinear(nn.Module):
     ) -> None:  # fmt: skip
         """Refuse weights of another dtype (copying would cast them) and scales that cannot be."""
         wrong = []
-        for name in ("weight", "weight_scale", "input_scale"):
+        for name in _KEPT:
             value = state_dict.get(prefix + name)
             if value is None or getattr(self, name) is None:
                 continue

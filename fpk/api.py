@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
+from fpk._pairs import no_product, packed_arguments, reads_packed
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, expect_valid_scale, fp8_dtype
 from fpk.formats import E4M3FN, E8M0, FP8, INT8, SCHEMES, Format, Granularity, Scheme, decode, scheme_of
 from fpk.op import OPS, Op
@@ -35,7 +36,7 @@ class Quantized:
         scale: the codes' rank, one element per group of the scheme's granularity; fp32 (bf16 and fp16 are converted by
             value), uint8 holding e8m0 exponents, or for nvfp4 float8_e4m3fn. Finite and positive (e4m3: or 0).
         scheme: a name of `fpk.list_schemes()`.
-        zero_point: int32 of scale's shape, or None; int8 only.
+        zero_point: int32 of scale's shape, or None; int8 and int4 only.
         global_scale: fp32, a second multiplier of schemes that have two levels: (1, 1), (E, 1, 1) or one for each row.
         shape: of the values; None for that of the codes.
         check: whether to check the parts, the scales' values too, which waits for the device. False where the parts
@@ -74,7 +75,7 @@ class Quantized:
         if self.scale.dtype in (torch.bfloat16, torch.float16):
             object.__setattr__(self, "scale", self.scale.float())
         if self.zero_point is not None:
-            if scheme.format is not INT8:
+            if scheme.format.kind != "int" or scheme.scale_format != "fp32":
                 raise ValueError(f"Quantized.zero_point: expected None for {scheme}, got a tensor")
             expect_dtype("Quantized.zero_point", self.zero_point, torch.int32)
             expect_shape("Quantized.zero_point", self.zero_point, tuple(self.scale.shape))
@@ -114,9 +115,11 @@ class Quantized:
         """The values, of `shape`; computed in fp32 and rounded once to `dtype`."""
         scheme = scheme_of(self.scheme)
         op = _op(scheme.dequantizer)
+        rows, cols = self.granularity.rows, self.granularity.cols
         if scheme.dequantizer == "dequantize":
-            rows, cols = self.granularity.rows, self.granularity.cols
             return op(self.codes, self.scale, self.zero_point, rows=rows, cols=cols, out_dtype=dtype)
+        if scheme.dequantizer == "dequantize_int4":
+            return op(self.codes, self.scale, self.zero_point, group=cols, out_dtype=dtype)
         second = () if self.global_scale is None else (self.global_scale,)
         return op(self.codes, self.scale, *second, out_dtype=dtype, **dict(scheme.options))
 
@@ -213,26 +216,20 @@ def mm(
     expect_rank("mm.qx", a, 2)
     if _shape(qx)[1] != _shape(qw)[1]:
         raise ValueError(f"mm.qx: expected (M, {_shape(qw)[1]}) for weights of {_shape(qw)}, got {_shape(qx)}")
-    activations = scheme_of(qx.scheme) if isinstance(qx, Quantized) else None
-    if scheme_of(qw.scheme).packed or (activations is not None and activations.packed):
-        raise NotImplementedError(
-            f"mm: fpk has no product of {activations or a.dtype} activations and {qw.scheme} weights"
-        )
-    if qw.zero_point is not None:
-        raise NotImplementedError("mm.qw: weights with zero points have no op, use symmetric weights")
-    rows, cols = qw.granularity.rows, qw.granularity.cols
+    reason = no_product(scheme_of(qw.scheme), scheme_of(qx.scheme) if isinstance(qx, Quantized) else None)
+    if reason:
+        raise ValueError(f"mm: {reason}, got {qx!r} and {qw!r}")
     if not isinstance(qx, Quantized):
         expect_dtype("mm.qx", qx, torch.bfloat16, torch.float16)
         if qx.stride(1) != 1:  # rows may lie anywhere, elements of a row may not
             qx = qx.contiguous()
+    if reads_packed(qx, qw):
+        return _op("mm_packed")(**packed_arguments(qx, qw), bias=bias, out_dtype=out_dtype)
+    if qw.zero_point is not None:
+        raise NotImplementedError("mm.qw: weights with zero points have no op, use symmetric weights")
+    rows, cols = qw.granularity.rows, qw.granularity.cols
+    if not isinstance(qx, Quantized):
         return _op("mm_weight_only")(qx, qw.codes, qw.scale, rows=rows, cols=cols, bias=bias, out_dtype=out_dtype)
-    if (qx.format is INT8) != (qw.format is INT8):
-        raise ValueError(f"mm: {qx.scheme} activations have no product with {qw.scheme} weights, got {qx!r} and {qw!r}")
-    if qx.granularity.rows > 1:
-        raise ValueError(
-            f"mm: {qx.scheme} shares scales between the rows of a block and has no product as activations with "
-            f"{qw.scheme} weights; use a scale per token or per group"
-        )
     common = dict(bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
     if qx.granularity.cols < 0 and cols < 0:
         zeros: dict[str, Any] = {}
@@ -287,17 +284,14 @@ def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
     first, colon, second = str(text).partition(":")
     weight = scheme_of(first.strip())
     if not weight.activation:
-        raise ValueError(f"scheme {text!r}: {weight} has no product as weights yet, or has zero points")
+        raise ValueError(f"scheme {text!r}: {weight} has no product as weights, it is one of activations")
     second = second.strip() if colon else weight.activation
     static = second.endswith(STATIC)
     if static and second not in static_schemes():
         raise ValueError(f"scheme {text!r}: expected static activations {' or '.join(static_schemes())}, got {second}")
     activation = None if second == "none" else scheme_of(second.removesuffix(STATIC))
-    if activation is not None:
-        if (activation.format is INT8) != (weight.format is INT8):
-            raise ValueError(f"scheme {text!r}: {activation} activations have no product with {weight} weights")
-        if activation.granularity.rows > 1:
-            raise ValueError(f"scheme {text!r}: {activation} shares scales between tokens, expected one per token")
+    if reason := no_product(weight, activation):
+        raise ValueError(f"scheme {text!r}: {reason}")
     return LayerScheme(weight, activation, static)
 
 
@@ -393,4 +387,6 @@ def _scale_values(scale: Tensor) -> Tensor:
 def _scale_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:
     if scheme.dequantizer == "dequantize":
         return (*_SCALE_DTYPES, E8M0.dtype)
+    if scheme.scale_format == "fp32":
+        return _SCALE_DTYPES
     return (E8M0.dtype,) if scheme.scale_format == "e8m0" else (E4M3FN.dtype,)

@@ -65,8 +65,7 @@ E2M3 = Format("e2m3", 6, 2, 3, 1, 7.5, 7.5, "none", torch.uint8)
 E3M2 = Format("e3m2", 6, 3, 2, 3, 28.0, 28.0, "none", torch.uint8)
 E8M0 = Format("e8m0", 8, 8, 0, 127, 2.0**127, 2.0**127, "e8m0", torch.uint8)
 INT8 = Format("int8", 8, 0, 7, 0, 127.0, 127.0, "int", torch.int8)
-INT4 = Format("int4", 4, 0, 3, 0, 7.0, 7.0, "int", torch.uint8)
-"""Two's complement in four bits. Symmetric weights use -7..7, with a zero point -8..7."""
+INT4 = Format("int4", 4, 0, 3, 0, 7.0, 7.0, "int", torch.uint8)  # two's complement
 
 FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E2M3, E3M2, E8M0, INT8, INT4)}
 FP8 = {f.dtype: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
@@ -151,8 +150,7 @@ def encode(x: Tensor, fmt: Format, saturate: bool = True) -> Tensor:
     With `saturate`, values beyond the range (Inf too) become the largest finite code; without it they become Inf where
     the format has it, NaN where it has only that, and saturate in formats with neither. NaN becomes `fmt.nan_code`.
 
-    Returns uint8 codes of x's shape; int8 for INT8. E8M0 takes the exponent of |x| rounded up: use it for powers of
-    two.
+    Returns uint8 codes of x's shape; int8 for INT8. E8M0 takes the exponent of |x| rounded up, for powers of two.
     """
     x = x.float()
     if fmt is INT8:
@@ -298,10 +296,10 @@ class Scheme:
     """A format with a granularity and a scale format: what `fpk.quantize` takes by name.
 
     `quantizer` names the op that quantizes dynamically, `outputs` says what it returns, in order. Its arguments
-    `group`, `block_rows` and `block_cols` come from the granularity, `dtype` from the format and the device; `options`
-    holds the others that belong to the scheme. `activation` is the scheme of the activations that a layer with weights
-    of this one has unless told otherwise; empty for schemes that weights cannot have. `dequantizer` names the op that
-    gives the values back. Adding a scheme is adding one entry to SCHEMES.
+    `group`, `block_rows`, `block_cols` come from the granularity, `dtype` from format and device, others of the scheme
+    from `options`. `activation` is the scheme of the activations that a layer with such weights has unless told
+    otherwise ("none": none); empty where weights cannot have the scheme. `dequantizer` names the op that gives values
+    back, `product` the format in `mm_packed`, empty where the FP8 and INT8 products serve.
     """
 
     name: str
@@ -313,6 +311,7 @@ class Scheme:
     outputs: tuple[str, ...] = ("codes", "scale")
     activation: str = ""
     dequantizer: str = "dequantize"
+    product: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -327,10 +326,10 @@ _WEIGHT_INT8 = (("qmin", -127),)  # symmetric weights: -128 has no positive part
 _ASYMMETRIC = ("codes", "scale", "zero_point")
 
 
-def _mx(name: str, activation: str = "") -> "Scheme":
+def _mx(name: str, activation: str = "none") -> "Scheme":
     return Scheme(
         name, MX[name].element, per_group(MX_BLOCK), "e8m0", "quantize_mx", (("format", name),),
-        activation=activation, dequantizer="dequantize_mx",
+        activation=activation, dequantizer="dequantize_mx", product=name,
     )  # fmt: skip
 
 
@@ -359,10 +358,18 @@ SCHEMES = {
         ),
         _mx("mxfp8_e4m3", activation="mxfp8_e4m3"),
         _mx("mxfp8_e5m2", activation="mxfp8_e5m2"),
-        *(_mx(name) for name in ("mxfp6_e3m2", "mxfp6_e2m3", "mxfp4")),
+        *(_mx(name) for name in ("mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")),
         Scheme(
-            "nvfp4", E2M1, per_group(NVFP4_BLOCK), "e4m3fn",
-            quantizer="quantize_nvfp4", outputs=("codes", "scale", "global_scale"), dequantizer="dequantize_nvfp4",
+            "nvfp4", E2M1, per_group(NVFP4_BLOCK), "e4m3fn", "quantize_nvfp4", (), ("codes", "scale", "global_scale"),
+            activation="none", dequantizer="dequantize_nvfp4", product="nvfp4",
+        ),
+        Scheme(
+            "int4_group128", INT4, per_group(128), "fp32", "quantize_int4_group",
+            activation="none", dequantizer="dequantize_int4", product="int4",
+        ),
+        Scheme(
+            "int4_group128_asymmetric", INT4, per_group(128), "fp32", "quantize_int4_group_asymmetric", (), _ASYMMETRIC,
+            activation="none", dequantizer="dequantize_int4", product="int4",
         ),
     )
 }  # fmt: skip

@@ -29,6 +29,15 @@ _FP8_EXACT = ("e4m3fn", "e3m2", "e2m3", "e2m1", "int4", "e5m2")
 _INT8_EXACT = {"int8": 0, "int4": 0, "e2m1": 1, "e2m3": 3}  # value * 2^n is an integer of 8 bits
 
 
+def operands(
+    a: Tensor, scale_a: Tensor | None, format_a: str, group_a: int, b: Tensor, scale_b: Tensor, format_b: str,
+    group_b: int,
+) -> tuple["Operand", "Operand"]:  # fmt: skip
+    """Both operands of a product."""
+    left = operand(format_a, a.dtype, None if scale_a is None else scale_a.dtype, group_a)
+    return left, operand(format_b, b.dtype, scale_b.dtype, group_b)
+
+
 @dataclass(frozen=True)
 class Operand:
     """element: format of the codes, None for bf16 and fp16. group: columns that share a scale, -1 for all of them.
@@ -48,22 +57,23 @@ class Operand:
         return codes.shape[-1] * 8 // self.bits if self.bits < 8 else codes.shape[-1]
 
 
-def operand(format: str, codes: Tensor, scale: Tensor | None, group: int) -> Operand:
+def operand(format: str, dtype: torch.dtype, scale: torch.dtype | None, group: int) -> Operand:
+    """The operand of a format whose codes and scales have these dtypes."""
     if format == "none":
         return Operand(None)
     if format in MX:
         return Operand(MX[format].element, MX_BLOCK, "e8m0", MX[format].shift)
     if format == "nvfp4":
         return Operand(E2M1, NVFP4_BLOCK, "e4m3")
-    element = {"int4": INT4, "int8": INT8}.get(format) or FP8[codes.dtype]
-    return Operand(element, group, "e8m0" if scale is not None and scale.dtype is torch.uint8 else "fp32")
+    element = {"int4": INT4, "int8": INT8}.get(format) or FP8[dtype]
+    return Operand(element, group, "e8m0" if scale is torch.uint8 else "fp32")
 
 
 def values(
     codes: Tensor, scale: Tensor | None, format: str, global_scale: Tensor | None, zero_point: Tensor | None, group: int
 ) -> Tensor:
     """fp32 values of an operand (..., K)."""
-    this = operand(format, codes, scale, group)
+    this = operand(format, codes.dtype, None if scale is None else scale.dtype, group)
     if this.element is None or scale is None:
         return codes.float()
     element = this.element
@@ -82,9 +92,8 @@ def expect_operand(
 ) -> None:  # fmt: skip
     """Raise ValueError unless the parts of one operand fit its format; `side` is "a" or "b"."""
     expect_one_of(f"{what}.format_{side}", format, ACTIVATIONS if side == "a" else WEIGHTS)
-    dtypes: tuple[torch.dtype, ...] = {"none": (torch.bfloat16, torch.float16), "fp8": tuple(FP8)}.get(format) or (
-        operand(format, codes, scale, group).element.dtype,  # type: ignore[union-attr]
-    )
+    dtypes = {"none": (torch.bfloat16, torch.float16), "fp8": tuple(FP8), "int8": (torch.int8,)}.get(format)
+    dtypes = dtypes or (MX[format].element.dtype if format in MX else torch.uint8,)
     expect_dtype(f"{what}.{side}", codes, *dtypes)
     expect_inner_contiguous(f"{what}.{side}", codes)
     optional = dict(scale=(scale, format != "none"), global_scale=(global_scale, format == "nvfp4"))
@@ -94,10 +103,9 @@ def expect_operand(
             raise ValueError(f"{what}.{name}_{side}: expected {needs} for format {format!r}, got {got}")
     if scale is None:
         return
-    if format in ("int4", "fp8", "int8") and group != -1 and (group < 16 or group % 16 or format == "int8"):
-        allowed = "-1" if format == "int8" else "-1 or a multiple of 16"
-        raise ValueError(f"{what}.group_{side}: expected {allowed} for format {format!r}, got {group}")
-    this = operand(format, codes, scale, group)
+    if format in ("int4", "fp8", "int8") and group != -1 and (group < 16 or group % 16):
+        raise ValueError(f"{what}.group_{side}: expected -1 or a multiple of 16, got {group}")
+    this = operand(format, codes.dtype, scale.dtype, group)
     if this.bits == 6 and codes.shape[-1] % 3:
         raise ValueError(f"{what}.{side}: expected whole groups of 3 bytes, got shape {tuple(codes.shape)}")
     lead, rows, K = tuple(codes.shape[:-2]), codes.shape[-2], this.columns(codes)
@@ -174,6 +182,11 @@ def promoted_groups(made: dict[str, Any]) -> list[int]:
 def pointer(codes: Tensor, made: dict[str, Any], side: str) -> Tensor:
     """Codes as a kernel takes them: FP8 as bytes where it decodes them itself."""
     return codes.view(torch.uint8) if codes.dtype in FP8 and made[f"FORMAT_{side}"] != "raw" else codes
+
+
+def columns_of(codes: Tensor, format: str) -> int:
+    """Values that a row of codes holds."""
+    return operand(format, codes.dtype, None, -1).columns(codes)
 
 
 def as_bytes(scale: Tensor | None) -> Tensor | None:

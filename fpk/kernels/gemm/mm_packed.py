@@ -28,9 +28,10 @@ from fpk.kernels._tile import tile_of
 from fpk.kernels.gemm._mm import broadcast_strides, finish, parts_buffer, reduce_parts, store_tile
 from fpk.kernels.gemm._operands import (
     as_bytes,
+    columns_of,
     constants,
     expect_operand,
-    operand,
+    operands,
     packed_sum,
     pointer,
     promoted_groups,
@@ -72,8 +73,8 @@ def check(
     expect_not_empty("mm_packed.a", a, 1)
     expect_operand("mm_packed", "a", a, scale_a, format_a, global_scale_a, None, group_a)
     expect_operand("mm_packed", "b", b, scale_b, format_b, global_scale_b, zero_point_b, group_b)
-    columns = operand(format_a, a, scale_a, group_a).columns(a)
-    width = columns * operand(format_b, b, scale_b, group_b).bits // 8
+    left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
+    width = left.columns(a) * right.bits // 8
     expect_shape("mm_packed.b", b, (b.shape[0], width))
     expect_one_of("mm_packed.out_dtype", out_dtype, FLOAT_INPUTS)
     expect_bias("mm_packed.bias", bias, b.shape[0])
@@ -127,7 +128,7 @@ def configs(
     a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, group_b: int, scale_a: Tensor | None, format_a: str,
     group_a: int, **_: Any,
 ):  # fmt: skip
-    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     for compute in compute_types(left, right, of(a.device)):
         step = step_of(left.columns(a), promoted_groups(constants(compute, left, right, a.dtype)))
         yield from packed_space(bucket(a.shape[0]), compute, step, of(a.device))
@@ -137,16 +138,16 @@ def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, group_b: int,
     scale_a: Tensor | None, format_a: str, group_a: int, **_: Any,
 ) -> bool:  # fmt: skip
-    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     return fits(config, device, left, right, a.dtype, left.columns(a))
 
 
 def key(
-    a: Tensor, b: Tensor, format_b: str, zero_point_b: Tensor | None, group_b: int, scale_a: Tensor | None,
-    format_a: str, group_a: int, bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
+    a: Tensor, b: Tensor, format_b: str, zero_point_b: Tensor | None, group_b: int, format_a: str, group_a: int,
+    bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
 ) -> dict[str, int | str]:  # fmt: skip
     return dict(
-        M=bucket(a.shape[0]), N=b.shape[0], K=operand(format_a, a, scale_a, group_a).columns(a), a=str(a.dtype),
+        M=bucket(a.shape[0]), N=b.shape[0], K=columns_of(a, format_a), a=str(a.dtype),
         format_a=format_a, group_a=group_a, format_b=format_b, group_b=group_b,
         zero_point=int(zero_point_b is not None), out_dtype=str(out_dtype), bias=int(bias is not None),
     )  # fmt: skip
@@ -156,7 +157,7 @@ def cost(
     a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, format_a: str, group_a: int,
     zero_point_b: Tensor | None, out_dtype: torch.dtype, **_: Any,
 ) -> Cost:  # fmt: skip
-    M, N, K = a.shape[0], b.shape[0], operand(format_a, a, scale_a, group_a).columns(a)
+    M, N, K = a.shape[0], b.shape[0], columns_of(a, format_a)
     moved = sum(t.numel() * t.element_size() for t in (a, b, scale_a, scale_b, zero_point_b) if t is not None)
     return Cost(flops=2 * M * N * K, bytes=moved + M * N * out_dtype.itemsize)
 
@@ -212,7 +213,7 @@ def mm_packed(
         scale_a: like scale_b; None for "none"; fp32 or uint8 for "fp8", (M, 1) or (1, 1) for group_a -1.
         format_a: "none", "fp8", "int8", an MX format or "nvfp4".
         global_scale_a: fp32 (1, 1) or (M, 1), with "nvfp4" only.
-        group_a: columns that share a scale of "fp8", a multiple of 16, or -1 for all.
+        group_a: columns that share a scale of "fp8" or "int8", a multiple of 16, or -1 for all.
         bias: (N,) fp32, bf16 or fp16, or None; added in fp32 before the single rounding.
         out_dtype: bf16, fp16 or fp32.
 
@@ -226,7 +227,7 @@ def mm_packed(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
-    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     K, config = left.columns(a), dict(config)
     split, made = config.pop("SPLIT_K", 1), constants(config.pop("COMPUTE"), left, right, a.dtype)
     over_a = global_scale_a if scale_a is None or left.group > 0 else scale_a

@@ -30,9 +30,10 @@ from fpk.device import Device, of
 from fpk.kernels.gemm._mm import finish, store_tile
 from fpk.kernels.gemm._operands import (
     as_bytes,
+    columns_of,
     constants,
     expect_operand,
-    operand,
+    operands,
     packed_sum,
     pointer,
     promoted_groups,
@@ -81,8 +82,9 @@ def check(
     expect_not_empty("grouped_mm_packed.b", b, 0)
     expect_operand("grouped_mm_packed", "a", a, scale_a, format_a, global_scale_a, None, group_a)
     expect_operand("grouped_mm_packed", "b", b, scale_b, format_b, global_scale_b, zero_point_b, group_b)
-    (E, N, _), columns = b.shape, operand(format_a, a, scale_a, group_a).columns(a)
-    width = columns * operand(format_b, b, scale_b, group_b).bits // 8
+    E, N, _ = b.shape
+    left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
+    width = left.columns(a) * right.bits // 8
     expect_shape("grouped_mm_packed.b", b, (E, N, width))
     expect_shape("grouped_mm_packed.offs", offs, (E,))
     expect_dtype("grouped_mm_packed.offs", offs, torch.int32)
@@ -147,7 +149,7 @@ def configs(
     a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, group_b: int, scale_a: Tensor | None, format_a: str,
     group_a: int, **_: Any,
 ):  # fmt: skip
-    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     for compute in compute_types(left, right, of(a.device)):
         step = step_of(left.columns(a), promoted_groups(constants(compute, left, right, a.dtype)))
         for config in packed_space(rows_per_expert(a, b), compute, step, of(a.device)):
@@ -159,17 +161,17 @@ def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, group_b: int,
     scale_a: Tensor | None, format_a: str, group_a: int, **_: Any,
 ) -> bool:  # fmt: skip
-    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     return fits(config, device, left, right, a.dtype, left.columns(a))
 
 
 def key(
-    a: Tensor, b: Tensor, format_b: str, zero_point_b: Tensor | None, group_b: int, scale_a: Tensor | None,
-    format_a: str, group_a: int, bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
+    a: Tensor, b: Tensor, format_b: str, zero_point_b: Tensor | None, group_b: int, format_a: str, group_a: int,
+    bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
 ) -> dict[str, int | str]:  # fmt: skip
     E, N, _ = b.shape
     return dict(
-        M=bucket(a.shape[0]), N=N, K=operand(format_a, a, scale_a, group_a).columns(a), E=E, a=str(a.dtype),
+        M=bucket(a.shape[0]), N=N, K=columns_of(a, format_a), E=E, a=str(a.dtype),
         format_a=format_a, group_a=group_a, format_b=format_b, group_b=group_b,
         zero_point=int(zero_point_b is not None), out_dtype=str(out_dtype), bias=int(bias is not None),
     )  # fmt: skip
@@ -179,7 +181,7 @@ def cost(
     a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, format_a: str, group_a: int,
     out_dtype: torch.dtype, **_: Any,
 ) -> Cost:  # fmt: skip
-    (R, _), (E, N, _), K = a.shape, b.shape, operand(format_a, a, scale_a, group_a).columns(a)
+    (R, _), (E, N, _), K = a.shape, b.shape, columns_of(a, format_a)
     weight_bytes = (b.nbytes + scale_b.nbytes) // E * min(E, R)
     moved = a.nbytes + (0 if scale_a is None else scale_a.nbytes) + weight_bytes
     return Cost(flops=2 * R * N * K, bytes=moved + R * N * out_dtype.itemsize)
@@ -248,7 +250,7 @@ def grouped_mm_packed(
     out = torch.empty((R, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
-    left, right = operand(format_a, a, scale_a, group_a), operand(format_b, b, scale_b, group_b)
+    left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     K, config = left.columns(a), dict(config)
     made = constants(config.pop("COMPUTE"), left, right, a.dtype)
     over_a = global_scale_a if scale_a is None or left.group > 0 else scale_a
