@@ -8,7 +8,8 @@ grouped_mm_weight_only.
 
 With gather, row r of all this is row gather[r] // top_k of `a`: rows need not be moved before.
 
-Kernels: `tile`, pointers; `descriptor`, weights (and rows, unless gathered) by tensor descriptors (TMA).
+Kernels: `tile`, pointers; `descriptor`, weights (and rows, unless gathered) by tensor descriptors (TMA);
+`gluon`, for Hopper (_gluon_grouped).
 
 Source: torch.nn.functional.grouped_mm, with weights (E, N, K) as in nn.Linear.
 """
@@ -24,6 +25,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, finish, stages_held, store_tile
+from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
     descriptors,
@@ -136,9 +138,13 @@ def configs(a: Tensor, b: Tensor, top_k: int, **_: Any):
     yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (32, 64, 128))
     yield from descriptor_tiles(rows, (64, 128))
+    if rows >= 32:
+        yield from gluon_configs(((256, 4), (128, 6)))
 
 
 def legal(config: Config, device: Device, a: Tensor, b: Tensor, gather: Tensor | None, **_: Any) -> bool:
+    if config["kernel"] == "gluon":
+        return gluon_legal(config, device, a, b, gather)
     if config["kernel"] == "descriptor" and not (
         fits_weight_descriptor(b) and (gather is not None or fits_row_descriptor(a))
     ):
@@ -195,6 +201,7 @@ def inputs(
     kernels=dict(
         tile=Kernel(_grouped_kernel, matrix=True),
         descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
+        gluon=GLUON_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(), baselines=dict(torch=torch_grouped_mm),
 )  # fmt: skip
@@ -223,6 +230,9 @@ def grouped_mm(
     R = T * top_k
     out = torch.empty((R, N), dtype=out_dtype or a.dtype, device=a.device)
     if out.numel() == 0:
+        return out
+    if config["kernel"] == "gluon":
+        launch_gluon(config, "plain", a, b, offs, None, None, bias, out, 1, [0] * 5, expert_bins(E))
         return out
     config = dict(config)
     a_desc, b_desc = descriptors(config, a, b, gather)

@@ -11,7 +11,8 @@ b[e, n, k], by way of the sums colsum_b[e, n] = sum_k b[e, n, k].
 With gather, row r of all this is row gather[r] // top_k of `a`, and of its scale and zero point: rows need not be
 moved before.
 
-Kernels: `tile`, pointers; `descriptor`, weights (and rows, unless gathered) by tensor descriptors (TMA).
+Kernels: `tile`, pointers; `descriptor`, weights (and rows, unless gathered) by tensor descriptors (TMA); `gluon`, for
+Hopper (_gluon_grouped).
 
 Source: the W8A8 experts of vLLM (`fused_moe_kernel`), whose scales follow from each operand alone here.
 """
@@ -28,6 +29,7 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8
 from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, finish, stages_held, store_tile
+from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
     descriptors,
@@ -162,9 +164,18 @@ def configs(a: Tensor, b: Tensor, top_k: int, **_: Any):
     yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (64, 128, 256))
     yield from descriptor_tiles(rows, (128, 256))
+    if rows >= 32:
+        yield from gluon_configs(((256, 4), (128, 6)))
 
 
-def legal(config: Config, device: Device, a: Tensor, b: Tensor, gather: Tensor | None, **_: Any) -> bool:
+def legal(
+    config: Config, device: Device, a: Tensor, b: Tensor, fast_accum: bool, zero_point_a: Tensor | None,
+    gather: Tensor | None, **_: Any,
+) -> bool:  # fmt: skip
+    if config["kernel"] == "gluon":
+        # two sums of a wide tile do not fit in the registers
+        fits = fast_accum or a.dtype is torch.int8 or config["BLOCK_N"] <= 128
+        return fits and gluon_legal(config, device, a, b, gather) and zero_point_a is None
     if config["kernel"] == "descriptor" and not (
         fits_weight_descriptor(b) and (gather is not None or fits_row_descriptor(a))
     ):
@@ -237,7 +248,8 @@ def inputs(
         layout=("contiguous", "rows", "offset"),
     ),
     kernels=dict(
-        tile=Kernel(_grouped_kernel, matrix=True), descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True)
+        tile=Kernel(_grouped_kernel, matrix=True), descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
+        gluon=GLUON_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
 )  # fmt: skip
@@ -274,15 +286,22 @@ def grouped_scaled_mm(
     out = torch.empty((R, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
+    is_int8 = a.dtype is torch.int8
+    stride_sa = scale_a.stride(0) if scale_a.shape[0] > 1 else 0
+    stride_sbn = scale_b.stride(1) if scale_b.shape[1] > 1 else 0
+    if config["kernel"] == "gluon":
+        launch_gluon(
+            config, "scaled" if is_int8 or fast_accum else "promoted", a, b, offs, scale_a, scale_b, bias, out, 1,
+            [stride_sa, 0, scale_b.stride(0), stride_sbn, 0], expert_bins(E),
+        )  # fmt: skip
+        return out
     config = dict(config)
     a_desc, b_desc = descriptors(config, a, b, gather)
     config.pop("kernel")
-    is_int8 = a.dtype is torch.int8
     _grouped_kernel[grid(R, N, E, config)](
         a, b, a_desc, b_desc, scale_a, scale_b, bias, zero_point_a, colsum_b, offs, gather, out,
         R, E, N, K, top_k, a.stride(0), b.stride(0), b.stride(1), out.stride(0),
-        scale_a.stride(0) if scale_a.shape[0] > 1 else 0,
-        scale_b.stride(0), scale_b.stride(1) if scale_b.shape[1] > 1 else 0, 0 if bias is None else bias.stride(0),
+        stride_sa, scale_b.stride(0), stride_sbn, 0 if bias is None else bias.stride(0),
         zero_point_a.stride(0) if zero_point_a is not None and zero_point_a.shape[0] > 1 else 0,
         0 if colsum_b is None else colsum_b.stride(0),
         INT8=is_int8, PROMOTE=0 if is_int8 or fast_accum else min(128, config["BLOCK_K"]),

@@ -10,7 +10,7 @@ have no expert and become zeros, whatever they hold.
 With gather, row r of all this is row gather[r] // top_k of `a`, and of its scales: rows need not be moved before.
 
 Kernels: `tile`, K in steps that lie inside one group and one block; `descriptor`, the same with weights (and rows,
-unless gathered) by tensor descriptors (TMA); `segment`, steps of any length.
+unless gathered) by tensor descriptors (TMA); `segment`, steps of any length; `gluon`, for Hopper (_gluon_grouped).
 
 Source: the FP8 experts of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -28,6 +28,7 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, finish, load_k, stages_held, store_tile
+from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
     descriptors,
@@ -175,11 +176,18 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: 
         yield Config(kernel="segment", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (32, 64, 128))
     yield from descriptor_tiles(rows, (64, 128))
+    if rows >= 32:
+        yield from gluon_configs(((128, 6), (128, 5)))
 
 
 def legal(
-    config: Config, device: Device, a: Tensor, b: Tensor, group: int, block_cols: int, gather: Tensor | None, **_: Any
+    config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int,
+    block_rows: int, block_cols: int, gather: Tensor | None, **_: Any,
 ) -> bool:  # fmt: skip
+    if config["kernel"] == "gluon":
+        blocks = group == 128 and block_cols == 128 and (block_rows < 0 or block_rows % config["BLOCK_N"] == 0)
+        plain = a.dtype in FP8 and scale_a.dtype is torch.float32 and scale_b.dtype is torch.float32
+        return blocks and plain and gluon_legal(config, device, a, b, gather)
     if config["kernel"] == "descriptor" and not (
         fits_weight_descriptor(b) and (gather is not None or fits_row_descriptor(a))
     ):
@@ -257,6 +265,7 @@ def inputs(
     kernels=dict(
         tile=Kernel(_grouped_kernel, matrix=True), segment=Kernel(_grouped_kernel, matrix=True),
         descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
+        gluon=GLUON_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
 )  # fmt: skip
@@ -292,6 +301,12 @@ def grouped_scaled_mm_group(
     R = T * top_k
     out = torch.empty((R, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
+        return out
+    if config["kernel"] == "gluon":
+        launch_gluon(
+            config, "block", a, b, offs, scale_a, scale_b, bias, out, N if block_rows < 0 else block_rows,
+            [*scale_a.stride(), *scale_b.stride()], expert_bins(E),
+        )  # fmt: skip
         return out
     config = dict(config)
     a_desc, b_desc = descriptors(config, a, b, gather)
