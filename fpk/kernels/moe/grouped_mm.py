@@ -9,7 +9,7 @@ grouped_mm_weight_only.
 With gather, row r of all this is row gather[r] // top_k of `a`: rows need not be moved before.
 
 Kernels: `tile`, pointers; `descriptor`, weights (and rows, unless gathered) by tensor descriptors (TMA);
-`gluon`, for Hopper (_gluon_grouped).
+`vector`, few rows (_vector); `gluon`, for Hopper (_gluon_grouped).
 
 Source: torch.nn.functional.grouped_mm, with weights (E, N, K) as in nn.Linear.
 """
@@ -45,6 +45,7 @@ from fpk.kernels.moe._grouped import (
     store_zeros,
 )
 from fpk.kernels.moe._rows import gather_rows, row_ends
+from fpk.kernels.moe._vector import VECTOR_KERNEL, launch_vector, vector_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, strided
 from fpk.shapes import grouped_cases
@@ -138,6 +139,7 @@ def configs(a: Tensor, b: Tensor, top_k: int, **_: Any):
     yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (32, 64, 128))
     yield from descriptor_tiles(rows, (64, 128))
+    yield from vector_configs(bucket(a.shape[0]) * top_k)
     if rows >= 32:
         yield from gluon_configs(((256, 4), (128, 6)))
 
@@ -145,6 +147,8 @@ def configs(a: Tensor, b: Tensor, top_k: int, **_: Any):
 def legal(config: Config, device: Device, a: Tensor, b: Tensor, gather: Tensor | None, **_: Any) -> bool:
     if config["kernel"] == "gluon":
         return gluon_legal(config, device, a, b, gather)
+    if config["kernel"] == "vector":
+        return config["BLOCK_N"] * config["BLOCK_K"] <= 64 * 32 * config["num_warps"]
     if config["kernel"] == "descriptor" and not (
         fits_weight_descriptor(b) and (gather is not None or fits_row_descriptor(a))
     ):
@@ -201,6 +205,7 @@ def inputs(
     kernels=dict(
         tile=Kernel(_grouped_kernel, matrix=True),
         descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
+        vector=VECTOR_KERNEL,
         gluon=GLUON_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(), baselines=dict(torch=torch_grouped_mm),
@@ -233,6 +238,11 @@ def grouped_mm(
         return out
     if config["kernel"] == "gluon":
         launch_gluon(config, "plain", a, b, offs, None, None, bias, out, 1, [0] * 5, expert_bins(E))
+        return out
+    if config["kernel"] == "vector":
+        launch_vector(
+            config, a, b, offs, None, None, bias, gather, top_k, out, (0, 1, 0), [0] * 5, expert_bins(E)
+        )  # fmt: skip
         return out
     config = dict(config)
     a_desc, b_desc = descriptors(config, a, b, gather)

@@ -11,8 +11,8 @@ b[e, n, k], by way of the sums colsum_b[e, n] = sum_k b[e, n, k].
 With gather, row r of all this is row gather[r] // top_k of `a`, and of its scale and zero point: rows need not be
 moved before.
 
-Kernels: `tile`, pointers; `descriptor`, weights (and rows, unless gathered) by tensor descriptors (TMA); `gluon`, for
-Hopper (_gluon_grouped).
+Kernels: `tile`, pointers; `descriptor`, weights (and rows, unless gathered) by tensor descriptors (TMA); `vector`,
+few rows (_vector); `gluon`, for Hopper (_gluon_grouped).
 
 Source: the W8A8 experts of vLLM (`fused_moe_kernel`), whose scales follow from each operand alone here.
 """
@@ -49,6 +49,7 @@ from fpk.kernels.moe._grouped import (
     store_zeros,
 )
 from fpk.kernels.moe._rows import gather_rows, row_ends
+from fpk.kernels.moe._vector import VECTOR_KERNEL, launch_vector, vector_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales, strided
 from fpk.shapes import grouped_cases
@@ -164,6 +165,7 @@ def configs(a: Tensor, b: Tensor, top_k: int, **_: Any):
     yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (64, 128, 256))
     yield from descriptor_tiles(rows, (128, 256))
+    yield from vector_configs(bucket(a.shape[0]) * top_k)
     if rows >= 32:
         yield from gluon_configs(((256, 4), (128, 6)))
 
@@ -176,6 +178,8 @@ def legal(
         # two sums of a wide tile do not fit in the registers
         fits = fast_accum or a.dtype is torch.int8 or config["BLOCK_N"] <= 128
         return fits and gluon_legal(config, device, a, b, gather) and zero_point_a is None
+    if config["kernel"] == "vector":
+        return zero_point_a is None and config["BLOCK_N"] * config["BLOCK_K"] <= 64 * 32 * config["num_warps"]
     if config["kernel"] == "descriptor" and not (
         fits_weight_descriptor(b) and (gather is not None or fits_row_descriptor(a))
     ):
@@ -249,6 +253,7 @@ def inputs(
     ),
     kernels=dict(
         tile=Kernel(_grouped_kernel, matrix=True), descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
+        vector=VECTOR_KERNEL,
         gluon=GLUON_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
@@ -292,6 +297,12 @@ def grouped_scaled_mm(
     if config["kernel"] == "gluon":
         launch_gluon(
             config, "scaled" if is_int8 or fast_accum else "promoted", a, b, offs, scale_a, scale_b, bias, out, 1,
+            [stride_sa, 0, scale_b.stride(0), stride_sbn, 0], expert_bins(E),
+        )  # fmt: skip
+        return out
+    if config["kernel"] == "vector":
+        launch_vector(
+            config, a, b, offs, scale_a, scale_b, bias, gather, top_k, out, (-1, 1, -1),
             [stride_sa, 0, scale_b.stride(0), stride_sbn, 0], expert_bins(E),
         )  # fmt: skip
         return out

@@ -10,7 +10,8 @@ have no expert and become zeros, whatever they hold.
 With gather, row r of all this is row gather[r] // top_k of `a`, and of its scales: rows need not be moved before.
 
 Kernels: `tile`, K in steps that lie inside one group and one block; `descriptor`, the same with weights (and rows,
-unless gathered) by tensor descriptors (TMA); `segment`, steps of any length; `gluon`, for Hopper (_gluon_grouped).
+unless gathered) by tensor descriptors (TMA); `segment`, steps of any length; `vector`, few rows (_vector);
+`gluon`, for Hopper (_gluon_grouped).
 
 Source: the FP8 experts of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -48,6 +49,7 @@ from fpk.kernels.moe._grouped import (
     store_zeros,
 )
 from fpk.kernels.moe._rows import gather_rows, row_ends
+from fpk.kernels.moe._vector import VECTOR_KERNEL, launch_vector, vector_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, scales, strided
 from fpk.shapes import grouped_cases
@@ -176,6 +178,7 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: 
         yield Config(kernel="segment", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (32, 64, 128))
     yield from descriptor_tiles(rows, (64, 128))
+    yield from vector_configs(bucket(a.shape[0]) * top_k)
     if rows >= 32:
         yield from gluon_configs(((128, 6), (128, 5)))
 
@@ -188,6 +191,9 @@ def legal(
         blocks = group == 128 and block_cols == 128 and (block_rows < 0 or block_rows % config["BLOCK_N"] == 0)
         plain = a.dtype in FP8 and scale_a.dtype is torch.float32 and scale_b.dtype is torch.float32
         return blocks and plain and gluon_legal(config, device, a, b, gather)
+    if config["kernel"] == "vector":
+        whole = block_cols < 0 or block_rows < 0 or block_rows % config["BLOCK_N"] == 0
+        return whole and a.dtype in FP8 and config["BLOCK_N"] * config["BLOCK_K"] <= 64 * 32 * config["num_warps"]
     if config["kernel"] == "descriptor" and not (
         fits_weight_descriptor(b) and (gather is not None or fits_row_descriptor(a))
     ):
@@ -265,6 +271,7 @@ def inputs(
     kernels=dict(
         tile=Kernel(_grouped_kernel, matrix=True), segment=Kernel(_grouped_kernel, matrix=True),
         descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
+        vector=VECTOR_KERNEL,
         gluon=GLUON_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
@@ -305,6 +312,12 @@ def grouped_scaled_mm_group(
     if config["kernel"] == "gluon":
         launch_gluon(
             config, "block", a, b, offs, scale_a, scale_b, bias, out, N if block_rows < 0 else block_rows,
+            [*scale_a.stride(), *scale_b.stride()], expert_bins(E),
+        )  # fmt: skip
+        return out
+    if config["kernel"] == "vector":
+        launch_vector(
+            config, a, b, offs, scale_a, scale_b, bias, gather, top_k, out, (group, block_rows, block_cols),
             [*scale_a.stride(), *scale_b.stride()], expert_bins(E),
         )  # fmt: skip
         return out
