@@ -123,9 +123,13 @@ class ExpertMatrix(ExpertLayout):
         if self.unit is None:
             values = loaded.reshape(len(loaded), -1) if loaded.dim() in (1, 2) else loaded
             target = target.reshape(target.shape[0], 1) if target.dim() == 1 else target
+        elif values.dim() == 3:  # blocks as a dimension of their own
+            values = values.flatten(-2)
         if values.dim() != 2 or (self.unit is None and values.shape[1] != 1):
             self._refuse(what, loaded, shards)
         self._expect_dtype(what, target, loaded)
+        if target.dtype is torch.uint32:  # torch computes little with it
+            target, values = target.view(torch.int32), values.view(torch.int32)
         if self.matrix == "w2":
             values = self._hidden(what, values, 0, Unit())
             values = values if self.unit is None else self._share(what, values, 1, self.unit)
@@ -149,7 +153,7 @@ class ExpertMatrix(ExpertLayout):
         raw = (torch.uint8, torch.float8_e8m0fnu)
         if same and target.dtype in raw and loaded.dtype in raw:
             return  # the same bytes
-        if target.dtype == torch.uint8 and loaded.dtype is torch.int8:
+        if (target.dtype, loaded.dtype) in ((torch.uint8, torch.int8), (torch.uint32, torch.int32)):
             return  # packed codes by another name
         expect_dtype(what, loaded, *(FLOAT_INPUTS if target.dtype in FLOAT_INPUTS else (target.dtype,)))
 
@@ -187,6 +191,12 @@ class ExpertScalar(ExpertLayout):
     """One value for each shard ("w13") or expert; `joint`: gate and up share it, the larger one counts."""
 
     joint: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter."""
+        per_shard = self.matrix == "w13" and not self.joint
+        return (self.sizes.experts, self.sizes.shards) if per_shard else (self.sizes.experts,)
 
     def write(self, what: str, target: Tensor, loaded: Tensor, shard_id: Any) -> None:
         shards = self.shards(what, shard_id)

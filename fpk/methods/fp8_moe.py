@@ -13,7 +13,7 @@ from torch import Tensor
 from fpk.api import Quantized
 from fpk.check import expect_valid_scale, fp8_dtype, has_fp8_units
 from fpk.formats import E4M3FN, per_block
-from fpk.methods.expert_weights import ExpertBlocks, ExpertScalar, Sizes
+from fpk.methods.expert_weights import ExpertBlocks, ExpertMatrix, ExpertScalar, Sizes
 from fpk.methods.fp8 import in_format, requantize
 from fpk.methods.moe import ExpertWeights, SerializedMoEMethod, add_codes
 from fpk.methods.parameter import MISSING, Blocks, Cut, name_of
@@ -21,12 +21,13 @@ from fpk.methods.parameter import MISSING, Blocks, Cut, name_of
 MATRICES = ("w13", "w2")
 
 
-class Fp8MoEMethod(SerializedMoEMethod):
-    """FP8 experts of a serialized checkpoint.
+class Fp8ExpertsMethod(SerializedMoEMethod):
+    """FP8 experts of a serialized checkpoint, weights scaled per tensor, per channel or per block.
 
     Parameters, before and after processing:
         w13_weight, w2_weight: (E, 2I, H), (E, H, I) e4m3fn; the device's e4m3 afterwards.
-        w13_weight_scale, w2_weight_scale: (E, 2), (E,) fp32, afterwards (E,). Without block scales.
+        w13_weight_scale, w2_weight_scale: per tensor (E, 2), (E,) fp32, afterwards (E,); per channel (E, 2I), (E, H),
+            afterwards (E, 2I, 1), (E, H, 1).
         w13_weight_scale_inv, w2_weight_scale_inv: (E, 2 cdiv(I, rows), cdiv(H, columns)), (E, cdiv(H, rows),
             cdiv(I, columns)) fp32 multipliers; finer where shards or ranks do not begin at blocks. With block scales.
         w13_input_scale, w2_input_scale: (E,) fp32, afterwards () or (E,). Static activations; None for dynamic ones.
@@ -36,19 +37,23 @@ class Fp8MoEMethod(SerializedMoEMethod):
     units they stay as they are.
 
     Args:
-        quant_config: an `Fp8Config`.
-        layer: with `moe_config`.
+        moe: the layer's `moe_config`.
+        is_static: whether the checkpoint has the activations' scales.
+        block: [rows, columns] that share a scale, or None.
+        per_channel: whether rows have a scale each.
         per_expert_input_scale: keep one static scale an expert instead of the largest.
+        powers_of_two: whether dynamic scales of groups are powers of two.
     """
 
-    def __init__(self, quant_config: Any, layer: Any, per_expert_input_scale: bool = False) -> None:
-        super().__init__(layer.moe_config)
-        self.quant_config = quant_config
-        block = quant_config.weight_block_size
+    def __init__(
+        self, moe: Any, is_static: bool, block: Any = None, per_channel: bool = False,
+        per_expert_input_scale: bool = False, powers_of_two: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(moe)
         self.block: tuple[int, int] | None = None if block is None else (block[0], block[1])
-        self.is_static = quant_config.activation_scheme == "static"
+        self.is_static, self.per_channel = is_static, per_channel
         self.per_expert_input_scale = per_expert_input_scale
-        self.powers = "_e8m0" if getattr(quant_config, "is_activation_e8m0", False) else ""
+        self.powers = "_e8m0" if powers_of_two else ""
 
     @property
     def scale_suffix(self) -> str:
@@ -56,26 +61,37 @@ class Fp8MoEMethod(SerializedMoEMethod):
 
     def add_weights(self, layer: Any, sizes: Sizes, params_dtype: torch.dtype, attributes: dict[str, Any]) -> None:
         add_codes(self, layer, sizes, attributes, torch.float8_e4m3fn, code=E4M3FN.nan_code)
-        if self.block is None:
-            for matrix, shape in (("w13", (sizes.experts, sizes.shards)), ("w2", (sizes.experts,))):
-                layout = ExpertScalar(sizes, matrix)
-                self.expect_scale(layer, f"{matrix}_weight_scale", shape, layout, attributes, quant_method="tensor")
+        if self.per_channel:
+            for matrix in MATRICES:
+                rows = ExpertMatrix(sizes, matrix, unit=None, fill=1)
+                shape = (sizes.experts, sizes.rows(matrix))
+                self.expect_scale(layer, f"{matrix}_weight_scale", shape, rows, attributes, quant_method="channel")
+        elif self.block is None:
+            for matrix in MATRICES:
+                one = ExpertScalar(sizes, matrix)
+                self.expect_scale(layer, f"{matrix}_weight_scale", one.shape, one, attributes, quant_method="tensor")
         else:
             layer.weight_block_size = list(self.block)
             layer.blocks = blocks_of(sizes, self.block)
             layer.block_schemes = {m: f"fp8_{per_block(*b.whole_sizes).name}" for m, b in layer.blocks.items()}
             for matrix in MATRICES:
                 blocks = layer.blocks[matrix]
-                shape = (sizes.experts, *blocks.shape)
                 grid = ExpertBlocks(sizes, matrix, blocks)
-                self.expect_scale(layer, f"{matrix}_weight_scale_inv", shape, grid, attributes, quant_method="block")
+                self.expect_scale(
+                    layer,
+                    f"{matrix}_weight_scale_inv",
+                    (sizes.experts, *blocks.shape),
+                    grid,
+                    attributes,
+                    quant_method="block",
+                )
         if self.is_static:
             add_input_scales(self, layer, sizes, attributes)
         else:
             for matrix in MATRICES:
                 layer.register_parameter(f"{matrix}_input_scale", None)
 
-    def expect_scale(self, layer: Any, name: str, shape: tuple[int, ...], layout: Any, attributes: Any, **more: Any):
+    def expect_scale(self, layer: Any, name: str, shape: Any, layout: Any, attributes: Any, **more: Any):
         data = torch.full(shape, MISSING, dtype=torch.float32)
         self.expect(layer, name, data, layout, attributes, fill=MISSING, **more)
 
@@ -95,6 +111,8 @@ class Fp8MoEMethod(SerializedMoEMethod):
             scale = scales[matrix]
             if self.block is not None:
                 scale = self.whole(layer.blocks[matrix], scale)
+            elif self.per_channel:
+                scale = scale.unsqueeze(-1)
             elif matrix == "w13":
                 scale = requantize_experts(codes, scale, sizes)
             made[f"{matrix}_{self.scale_suffix}"] = scale
@@ -113,8 +131,9 @@ class Fp8MoEMethod(SerializedMoEMethod):
 
     def get_fused_moe_quant_config(self, layer: Any) -> ExpertWeights:
         if self.block is None:
-            w13 = Quantized(layer.w13_weight, layer.w13_weight_scale.view(-1, 1, 1), "fp8_tensor", check=False)
-            w2 = Quantized(layer.w2_weight, layer.w2_weight_scale.view(-1, 1, 1), "fp8_tensor", check=False)
+            name, experts = "fp8_channel" if self.per_channel else "fp8_tensor", layer.w13_weight.shape[0]
+            w13 = Quantized(layer.w13_weight, layer.w13_weight_scale.view(experts, -1, 1), name, check=False)
+            w2 = Quantized(layer.w2_weight, layer.w2_weight_scale.view(experts, -1, 1), name, check=False)
             act = "fp8_tensor" if self.is_static else "fp8_token"
         else:
             schemes = layer.block_schemes
@@ -124,6 +143,24 @@ class Fp8MoEMethod(SerializedMoEMethod):
         if layer.weight_only:
             return ExpertWeights(w13, w2, **self.biases(layer))
         return ExpertWeights(w13, w2, act, **self.biases(layer), **input_scales(layer))
+
+
+class Fp8MoEMethod(Fp8ExpertsMethod):
+    """FP8 experts of `quant_method: fp8` checkpoints: a scale per tensor, or per block.
+
+    Args:
+        quant_config: an `Fp8Config`.
+        layer: with `moe_config`.
+        per_expert_input_scale: keep one static scale an expert instead of the largest.
+    """
+
+    def __init__(self, quant_config: Any, layer: Any, per_expert_input_scale: bool = False) -> None:
+        super().__init__(
+            layer.moe_config, quant_config.activation_scheme == "static", quant_config.weight_block_size,
+            per_expert_input_scale=per_expert_input_scale,
+            powers_of_two=getattr(quant_config, "scale_fmt", None) == "ue8m0",
+        )  # fmt: skip
+        self.quant_config = quant_config
 
 
 def blocks_of(sizes: Sizes, block: tuple[int, int]) -> dict[str, Blocks]:

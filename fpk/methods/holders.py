@@ -45,6 +45,7 @@ class Holder(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Holder":
         attributes = {n: attributes_of(p) for n, p in self._parameters.items() if p is not None}
+        fixed_buffers = [n for n, b in self._buffers.items() if getattr(b, "fixed_dtype", False)]
         loading = self.__dict__.get("loading")
 
         def keep(tensor: Tensor) -> Tensor:
@@ -56,6 +57,8 @@ class Holder(nn.Module):
             return tensor.detach().to(result.device) if fixed else result
 
         super()._apply(keep, recurse)  # type: ignore[arg-type]
+        for name in fixed_buffers:
+            self._buffers[name].fixed_dtype = True  # type: ignore[union-attr]
         for name, values in attributes.items():
             parameter = self._parameters[name]
             if parameter is not None:

@@ -277,7 +277,8 @@ class Staging(Loading):
             if fill is None:
                 data = live.data.view(dtype)
             elif dtype.itemsize == 1:
-                data = torch.full(shape, E8M0.nan_code, dtype=torch.uint8, device=live.device).view(dtype)
+                byte = E8M0.nan_code if fill != fill else int(fill)  # NaN of one's own format
+                data = torch.full(shape, byte, dtype=torch.uint8, device=live.device).view(dtype)
             else:
                 data = torch.full(shape, fill, dtype=dtype, device=live.device)
             self.staged[name] = nn.Parameter(data, requires_grad=False)

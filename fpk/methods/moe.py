@@ -332,6 +332,17 @@ def set_parameter(layer: Any, name: str, tensor: Tensor | None) -> None:
         replace(layer, name, tensor)
 
 
+def set_derived(layer: Any, name: str, tensor: Tensor | None) -> None:
+    """Keep what is computed from parameters on the layer as a buffer, in place where that fits; it is not saved."""
+    old = layer._buffers.get(name)
+    if old is not None and tensor is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+        old.copy_(tensor)
+    else:
+        layer.register_buffer(name, tensor, persistent=False)
+        if tensor is not None:
+            tensor.fixed_dtype = True  # type: ignore[attr-defined]
+
+
 def add_codes(
     method: SerializedMoEMethod, layer: Any, sizes: Sizes, attributes: dict[str, Any], dtype: torch.dtype,
     unit: Unit | None = None, code: int = 0, fill: float = 0,

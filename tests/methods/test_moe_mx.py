@@ -1,0 +1,194 @@
+"""Packed experts: OCP MX pairs, gpt-oss, NVFP4: parameters, loading, ranks, refusals."""
+
+import pytest
+import torch
+from moe_kit import E, config, done, layer_of, matrices, put
+
+import fpk
+from fpk.check import bits
+from fpk.methods import Mxfp4MoEMethod, QuarkNvfp4MoEMethod, QuarkOCP_MX_MoEMethod
+
+pytestmark = pytest.mark.usefixtures("references")
+
+H, I = 160, 96
+DTYPES = {"mxfp4": "fp4", "mxfp6_e3m2": "fp6_e3m2", "mxfp6_e2m3": "fp6_e2m3", "mxfp8_e4m3": "fp8_e4m3"}
+
+
+def spec(scheme, dynamic=True):
+    """Quark's spec of a scheme."""
+    if scheme == "none":
+        return None
+    if scheme.startswith("fp8"):
+        return dict(dtype="fp8_e4m3", qscheme="per_tensor", is_dynamic=scheme == "fp8_token")
+    return dict(dtype=DTYPES[scheme], qscheme="per_group", group_size=32, scale_format="e8m0", is_dynamic=dynamic)
+
+
+def ocp(weight, act="none"):
+    return lambda layer: QuarkOCP_MX_MoEMethod(spec(weight, False), spec(act), layer.moe_config)
+
+
+def mx_checkpoint(scheme, inter=I, hidden=H, seed=0):
+    """Packed codes, scales, values of each expert's w1, w3, w2."""
+    made = {}
+    for name, w in matrices(seed, hidden=hidden, inter=inter).items():
+        q = fpk.quantize(w, scheme)
+        made[name] = (q.codes, q.scale, q.dequantize(), q.global_scale)
+    return made
+
+
+def load_mx(layer, made):
+    for name, (codes, scale, *_) in made.items():
+        matrix = "w2" if name == "w2" else "w13"
+        for e in range(E):
+            put(layer, f"{matrix}_weight", codes[e], name, e)
+            put(layer, f"{matrix}_weight_scale", scale[e], name, e)
+    return layer
+
+
+@pytest.mark.parametrize("weight", DTYPES)
+def test_ocp_mx_parameters_and_values(weight):
+    layer = layer_of(ocp(weight), moe=config(has_bias=True))
+    bits_of = {"fp4": 4, "fp6_e3m2": 6, "fp6_e2m3": 6, "fp8_e4m3": 8}[DTYPES[weight]]
+    assert layer.w13_weight.shape == (E, 2 * I, H * bits_of // 8) and layer.w2_weight_scale.shape == (E, H, I // 32)
+    assert layer.w13_weight_scale.dtype is torch.uint8 and layer.w13_bias.dtype is torch.float32
+    made = mx_checkpoint(weight)
+    done(load_mx(layer, made))
+    w13, w2 = layer.quant_method.dequantize(layer)
+    assert torch.equal(w13, torch.cat([made["w1"][2], made["w3"][2]], 1)) and torch.equal(w2, made["w2"][2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    (
+        ((dict(dtype="fp4", qscheme="per_channel"), None), ValueError, "expected per_group, got 'per_channel'"),
+        ((spec("mxfp6_e3m2"), spec("mxfp4")), ValueError, "mxfp6_e3m2 weights do not go with mxfp4 activations"),
+        ((spec("mxfp6_e3m2"), spec("mxfp6_e2m3")), ValueError, "do not go with mxfp6_e2m3"),
+        ((dict(dtype="int4", qscheme="per_group"), None), ValueError, "int4 weights do not go with none"),
+        ((spec("mxfp4") | dict(group_size=16), None), ValueError, "do not go with"),
+        ((spec("mxfp4"), dict(dtype="bf16")), NotImplementedError, "expected one of fp4, .* got 'bf16'"),
+        ((spec("mxfp4"), spec("mxfp4", False)), NotImplementedError, "follow the data, got static ones"),
+    ),
+)
+def test_ocp_mx_refusals(arguments, error, message):
+    with pytest.raises(error, match=message):
+        QuarkOCP_MX_MoEMethod(*arguments, config())
+
+
+def test_sizes_that_do_not_pack():
+    with pytest.raises(ValueError, match="hidden_size: expected a multiple of 2 for mxfp4, got 161"):
+        layer_of(ocp("mxfp4"), moe=config(hidden_size=161))
+    with pytest.raises(ValueError, match="intermediate_size_per_partition: expected a multiple of 4 for mxfp6_e3m2"):
+        layer_of(ocp("mxfp6_e3m2"), moe=config(intermediate_size_per_partition=94))
+    with pytest.raises(ValueError, match="hidden_size: expected a multiple of 16, got 168"):
+        layer_of(nvfp4, moe=config(hidden_size=168))
+
+
+def test_scales_that_never_came_are_named():
+    layer, made = layer_of(ocp("mxfp4")), mx_checkpoint("mxfp4")
+    for name, (codes, scale, *_) in made.items():
+        for e in range(E):
+            put(layer, f"{'w2' if name == 'w2' else 'w13'}_weight", codes[e], name, e)
+            if (name, e) != ("w3", 2):
+                put(layer, f"{'w2' if name == 'w2' else 'w13'}_weight_scale", scale[e], name, e)
+    with pytest.raises(ValueError, match=r"w13_weight_scale: 480 of 3840 scales are NaN or missing .* experts 2"):
+        done(layer)
+    layer = layer_of(ocp("mxfp4"))
+    for e in range(E):
+        put(layer, "w13_weight", made["w1"][0][e], "w1", e)
+    with pytest.raises(ValueError, match=r"shards \[expert 0 w3, expert 1 w3"):
+        load = {n: v for n, v in made.items() if n == "w2"}
+        for name in ("w1", "w3"):
+            for e in range(E):
+                put(layer, "w13_weight_scale", made[name][1][e], name, e)
+        done(load_mx(layer, load))
+
+
+@pytest.mark.parametrize(("scheme", "inter", "ranks"), (("mxfp4", 192, 2), ("mxfp6_e2m3", 160, 2), ("mxfp4", 224, 3)))
+def test_ranks_share_whole_groups(scheme, inter, ranks):
+    """160 / 2: 96 and 64; 224 / 3: 96, 96 and 32. The rest of the last rank is zeros."""
+    part = -(-inter // 32 // ranks) * 32
+    made = mx_checkpoint(scheme, inter)
+    whole = done(load_mx(layer_of(ocp(scheme), moe=config(intermediate_size_per_partition=inter)), made))
+    w13, w2 = whole.quant_method.dequantize(whole)
+    for rank in range(ranks):
+        moe = config(intermediate_size_per_partition=part, tp_size=ranks, tp_rank=rank)
+        layer = done(load_mx(layer_of(ocp(scheme), moe=moe), made))
+        b13, b2 = layer.quant_method.dequantize(layer)
+        n = min(part, inter - rank * part)
+        rows = slice(rank * part, rank * part + n)
+        assert torch.equal(b13[:, :n], w13[:, :inter][:, rows]) and torch.equal(b2[:, :, :n], w2[:, :, rows])
+        assert torch.equal(b13[:, part : part + n], w13[:, inter:][:, rows])
+        assert not b13[:, n:part].any() and not b2[:, :, n:].any()
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_gptoss_layout(ranks):
+    """Rows alternate, blocks are a dimension, all experts are one tensor; ranks cut pairs of rows."""
+    inter = 192
+    made = mx_checkpoint("mxfp4", inter)
+    codes = torch.stack([made["w1"][0], made["w3"][0]], 2).flatten(1, 2)
+    scales = torch.stack([made["w1"][1], made["w3"][1]], 2).flatten(1, 2)
+    for rank in range(ranks):
+        part = inter // ranks
+        moe = config(intermediate_size_per_partition=part, tp_size=ranks, tp_rank=rank, has_bias=True)
+        layer = layer_of(lambda layer, moe=moe: Mxfp4MoEMethod(moe), moe=moe, activation="swigluoai", swiglu_limit=7.0)
+        put(layer, "w13_weight", codes.unflatten(-1, (-1, 16)))
+        put(layer, "w13_weight_scale", scales)
+        put(layer, "w2_weight", made["w2"][0].unflatten(-1, (-1, 16)))
+        put(layer, "w2_weight_scale", made["w2"][1])
+        put(layer, "w2_bias", torch.ones(E, H, dtype=torch.bfloat16))
+        done(layer)
+        rows = slice(rank * part, (rank + 1) * part)
+        w13, w2 = layer.quant_method.dequantize(layer)
+        assert torch.equal(w13[:, 0::2], made["w1"][2][:, rows]) and torch.equal(w13[:, 1::2], made["w3"][2][:, rows])
+        assert torch.equal(w2, made["w2"][2][:, :, rows])
+        assert layer.w2_bias.sum() == (E * H if rank == 0 else 0)
+
+
+def nvfp4(layer):
+    specs = [dict(dtype="fp4", qscheme="per_group", group_size=16), dict(dtype="fp8_e4m3", qscheme="per_tensor")]
+    return QuarkNvfp4MoEMethod(specs, specs, layer.moe_config, None)
+
+
+def load_nvfp4(layer, made):
+    load_mx(layer, made)
+    for i, (name, (*_, second)) in enumerate(made.items()):
+        matrix = "w2" if name == "w2" else "w13"
+        for e in range(E):
+            put(layer, f"{matrix}_weight_scale_2", second[e].reshape(()), name, e)
+            put(layer, f"{matrix}_input_scale_2", torch.tensor(0.001 * (1 + i + e)), name, e)
+    return done(layer)
+
+
+def test_nvfp4_keeps_the_second_scales_of_gate_and_up():
+    layer = layer_of(nvfp4)
+    assert layer.w13_weight_scale_2.shape == layer.w13_input_scale_2.shape == (E, 2)
+    assert layer.w2_input_scale_2.shape == (E,) and layer.w13_weight_scale.dtype is torch.float8_e4m3fn
+    made = mx_checkpoint("nvfp4")
+    load_nvfp4(layer, made)
+    assert not torch.equal(layer.w13_weight_scale_2[:, 0], layer.w13_weight_scale_2[:, 1])
+    w13, w2 = layer.quant_method.dequantize(layer)
+    assert torch.equal(w13, torch.cat([made["w1"][2], made["w3"][2]], 1)) and torch.equal(w2, made["w2"][2])
+    torch.testing.assert_close(layer.w13_input_scale_2[1], torch.tensor([0.002, 0.003], device=w2.device))
+    torch.testing.assert_close(layer.w13_input_global_scale.flatten()[1].item(), 0.003)
+
+
+@pytest.mark.parametrize("kind", ("mxfp4", "mxfp8_e4m3", "nvfp4"))
+def test_second_load_in_place(kind):
+    def fresh(seed, layer=None):
+        layer = layer or layer_of(nvfp4 if kind == "nvfp4" else ocp(kind))
+        made = mx_checkpoint(kind, seed=seed)
+        return load_nvfp4(layer, made) if kind == "nvfp4" else done(load_mx(layer, made))
+
+    layer = fresh(0)
+    pointers = {n: t.data_ptr() for n, t in [*layer.named_parameters(), *layer.named_buffers()]}
+    fresh(60, layer)
+    assert pointers == {n: t.data_ptr() for n, t in [*layer.named_parameters(), *layer.named_buffers()]}
+    other = fresh(60)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(bits(parameter), bits(layer.get_parameter(name)))
+    layer.to(torch.float16)  # casting a model leaves codes and scales
+    for name, parameter in other.named_parameters():
+        assert layer.get_parameter(name).dtype is parameter.dtype
+    if kind == "nvfp4":
+        assert layer.w13_global_scale.dtype is torch.float32
