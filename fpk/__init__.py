@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fpk.formats import list_schemes
     from fpk.nn import Calibration, QuantizedLinear, calibrate, quantize_, quantized
     from fpk.op import OPS
+    from fpk.study.bench import sweep
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _NAMES = {
     "quantize_": "fpk.nn",
     "quantized": "fpk.nn",
     "use": "fpk.db",
+    "sweep": "fpk.study.bench",
 }
 _MODULES = (
     "api", "check", "checkpoint", "db", "device", "formats", "kernels", "methods", "nn", "op", "samples", "shapes",
@@ -50,7 +52,7 @@ _MODULES = (
 __all__ = [
     "OPS", "Calibration", "LayerScheme", "Quantized", "QuantizedLinear", "calibrate", "list_schemes",
     "load_quantized", "mm", "moe", "moe_experts", "parse_layer_scheme", "quantize", "quantize_", "quantized",
-    "save_quantized", "use",
+    "save_quantized", "sweep", "use",
 ]  # fmt: skip
 
 
