@@ -384,16 +384,14 @@ _sized: dict[str, Scheme] = {}  # schemes that no list has, by name, as they wer
 
 
 def scheme_of(name: str) -> Scheme:
-    """A scheme by its name. Those of checkpoints need not be listed: groups and blocks have any size ("fp8_group64",
-    "fp8_block64x128"), and FP8 ones scales that are powers of two ("fp8_group128_e8m0")."""
+    """A scheme by its name; groups and blocks of any size have one: "fp8_block64x128", "fp8_group128_e8m0"."""
     if name not in SCHEMES and name not in _sized:
-        match = re.fullmatch(r"(fp8_group|fp8_block|int8_group)([1-9]\d*)(?:x([1-9]\d*))?(_e8m0)?", str(name))
-        kind, rows, cols, powers = match.groups() if match else ("", "", "", "")
-        if not match or (cols and kind != "fp8_block") or (powers and kind == "int8_group") or cols == rows:
+        match = re.fullmatch(r"(fp8_group|fp8_block|int[48]_group)([1-9]\d*)(?:x([1-9]\d*))?(_e8m0)?", str(name))
+        kind, rows, cols, powers = match.groups() if match else [""] * 4
+        if not match or (cols and kind != "fp8_block") or (powers and kind[:3] == "int") or cols == rows:
             raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {name!r}")
         size = per_block(int(rows), int(cols or rows)) if kind == "fp8_block" else per_group(int(rows))
-        _sized[name] = replace(
-            SCHEMES[f"{kind}128"], name=name, granularity=size, scale_format="e8m0" if powers else "fp32",
-            activation=f"{kind.split('_')[0]}_group{size.cols}{powers or ''}",
-        )  # fmt: skip
+        act = "none" if kind == "int4_group" else f"{kind.split('_')[0]}_group{size.cols}{powers or ''}"
+        made = replace(SCHEMES[f"{kind}128"], name=name, granularity=size, activation=act)
+        _sized[name] = replace(made, scale_format="e8m0") if powers else made
     return SCHEMES.get(name) or _sized[name]

@@ -227,9 +227,7 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
             if self.has_inputs:
                 inputs = present(f"{name}.{matrix}_{self.input_name}", loaded[f"{matrix}_{self.input_name}"])
                 made[f"{matrix}_{self.input_name}"] = inputs
-                set_derived(
-                    layer, f"{matrix}_input_global_scale", inputs.view(sizes.experts, -1).amax(1).view(-1, 1, 1)
-                )
+                set_derived(layer, f"{matrix}_input_global_scale", inputs.amax().view(1, 1))
         return made
 
     def get_fused_moe_quant_config(self, layer: Any) -> ExpertWeights:

@@ -269,11 +269,13 @@ class QuarkW4A8Fp8MoEMethod(SerializedMoEMethod):
         layer.weight_only = not has_fp8_units(layer.w13_weight.device)
 
     def get_fused_moe_quant_config(self, layer: Any) -> ExpertWeights:
-        w13, w2 = (
-            Quantized(layer._parameters[f"{m}_weight"], getattr(layer, f"{m}_scale"), f"int4_group{width}", check=False)
-            for m, width in (("w13", layer.experts.hidden), ("w2", layer.experts.inter))
-        )
+        w13, w2 = (self.weights(layer, matrix) for matrix in MATRICES)
         return ExpertWeights(w13, w2, "none" if layer.weight_only else "fp8_token", **self.biases(layer))
+
+    def weights(self, layer: Any, matrix: str) -> Quantized:
+        width = -(-layer.experts.cols(matrix) // 16) * 16  # a row is one group
+        codes, scale = layer._parameters[f"{matrix}_weight"], getattr(layer, f"{matrix}_scale")
+        return Quantized(codes, scale, f"int4_group{width}", check=False)
 
 
 def bytes_of(words: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from moe_kit import E, config, done, layer_of, matrices, put
+from linear_kit import random_x
+from moe_kit import E, config, done, expected, layer_of, matrices, put, routed
 
 import fpk
-from fpk.check import bits
+from fpk.check import bits, rel_error
 from fpk.methods import Mxfp4MoEMethod, QuarkNvfp4MoEMethod, QuarkOCP_MX_MoEMethod
+from fpk.methods.mx_moe import PAIRS
 
 pytestmark = pytest.mark.usefixtures("references")
 
@@ -55,6 +57,30 @@ def test_ocp_mx_parameters_and_values(weight):
     done(load_mx(layer, made))
     w13, w2 = layer.quant_method.dequantize(layer)
     assert torch.equal(w13, torch.cat([made["w1"][2], made["w3"][2]], 1)) and torch.equal(w2, made["w2"][2])
+
+
+@pytest.mark.parametrize("pair", [(w, a) for w, acts in PAIRS.items() for a in acts], ids=":".join)
+def test_every_ocp_mx_pair(pair):
+    """The ecosystem's eleven schemes, and what engines refuse: fp6 weights alone or with FP8, dynamic FP8, MXFP8."""
+    weight, act = pair
+    layer, made = layer_of(ocp(weight, act)), mx_checkpoint(weight)
+    load_mx(layer, made)
+    fakes = [lambda v: v.float() if act == "none" else fpk.quantize(v.contiguous(), act).dequantize()] * 2
+    if act == "fp8_tensor":
+        for i, name in enumerate(("w1", "w3", "w2")):
+            for e in range(E):
+                put(layer, f"{'w2' if name == 'w2' else 'w13'}_input_scale", torch.tensor(0.01 * (i + 1)), name, e)
+        fakes = [static(0.02), static(0.03)]
+    done(layer)
+    x, (weights, ids) = random_x(5, H), routed(5)
+    out = layer.quant_method.apply(layer, x, weights, ids)
+    assert rel_error(out, expected(x, weights, ids, *layer.quant_method.dequantize(layer), *fakes)) < 0.008
+    told = "fp8_tensor_static" if act == "fp8_tensor" else act
+    assert layer.quant_method.scheme(layer) == f"{weight}:{told}"
+
+
+def static(scale):
+    return lambda v: fpk.quantize(v.contiguous(), "fp8_tensor", scale=scale).dequantize()
 
 
 @pytest.mark.parametrize(
@@ -143,6 +169,16 @@ def test_gptoss_layout(ranks):
         assert torch.equal(w13[:, 0::2], made["w1"][2][:, rows]) and torch.equal(w13[:, 1::2], made["w3"][2][:, rows])
         assert torch.equal(w2, made["w2"][2][:, :, rows])
         assert layer.w2_bias.sum() == (E * H if rank == 0 else 0)
+        x, (weights, ids) = random_x(4, H), routed(4)
+        out = layer.quant_method.apply(layer, x, weights, ids)
+        halves = torch.cat([w13[:, 0::2], w13[:, 1::2]], 1)
+        want = expected(x, weights, ids, halves, w2, bias2=layer.w2_bias, activate=swigluoai)
+        assert rel_error(out, want) < 0.008
+
+
+def swigluoai(gate, up):
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def nvfp4(layer):
@@ -170,7 +206,16 @@ def test_nvfp4_keeps_the_second_scales_of_gate_and_up():
     w13, w2 = layer.quant_method.dequantize(layer)
     assert torch.equal(w13, torch.cat([made["w1"][2], made["w3"][2]], 1)) and torch.equal(w2, made["w2"][2])
     torch.testing.assert_close(layer.w13_input_scale_2[1], torch.tensor([0.002, 0.003], device=w2.device))
-    torch.testing.assert_close(layer.w13_input_global_scale.flatten()[1].item(), 0.003)
+    torch.testing.assert_close(layer.w13_input_global_scale, torch.tensor([[0.005]], device=w2.device))
+    x, (weights, ids) = random_x(5, H), routed(5)
+
+    def fake(scale):
+        given = torch.tensor([[scale]], device=x.device)
+        return lambda v: fpk.quantize(v.contiguous(), "nvfp4", global_scale=given).dequantize()
+
+    out = layer.quant_method.apply(layer, x, weights, ids)
+    want = expected(x, weights, ids, w13, w2, fake(0.005), fake(0.006))
+    assert rel_error(out, want) < 0.008 and layer.quant_method.scheme(layer) == "nvfp4:nvfp4_static"
 
 
 @pytest.mark.parametrize("kind", ("mxfp4", "mxfp8_e4m3", "nvfp4"))

@@ -20,6 +20,9 @@ METHODS = {
     "Fp8PerBlockOnlineMoEMethod": ("fp8_block128", "fp8_group128"),
     "Int8PtpcOnlineMoEMethod": ("int8_channel", "int8_token"),
     "Int8WeightOnlyOnlineMoEMethod": ("int8_channel", "none"),
+    "Mxfp8OnlineMoEMethod": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "Mxfp4OnlineMoEMethod": ("mxfp4", "none"),
+    "Nvfp4OnlineMoEMethod": ("nvfp4", "none"),
 }
 EVERY = [*METHODS]
 

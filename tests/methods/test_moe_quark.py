@@ -9,7 +9,8 @@ from moe_kit import ACTS, E, H, I, config, done, expected, layer_of, matrices, p
 
 from fpk.check import assert_close, rel_error
 from fpk.formats import E4M3FN, encode, encode_int8
-from fpk.methods import QuarkW8A8Fp8MoEMethod, QuarkW8A8Int8MoEMethod
+from fpk.methods import QuarkW4A8Fp8MoEMethod, QuarkW8A8Fp8MoEMethod, QuarkW8A8Int8MoEMethod
+from fpk.methods.quark_moe import INT4_ORDER
 
 pytestmark = pytest.mark.usefixtures("references")
 
@@ -155,3 +156,41 @@ def test_int8_second_load_in_place_and_whole():
     put(layer, "w13_weight_scale", torch.ones(I), "w1", 0)
     with pytest.raises(ValueError, match="w13_weight: missing, expected it to be loaded again"):
         done(layer)
+
+
+@pytest.mark.parametrize("order", ("reorder", "order"))
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_int4_by_fp8(order, ranks):
+    """Words of eight codes; a scale a row and one a shard."""
+    inter, values, stored = 96, {}, {}
+    for i, (name, w) in enumerate(matrices(inter=inter).items()):
+        rows = w.abs().amax(-1) / 7
+        codes = (w / rows[..., None]).round().clamp(-8, 7).to(torch.int32)
+        shard = torch.arange(1, E + 1, device=w.device) / 4 + i
+        values[name] = codes.float() * (rows * shard[:, None])[..., None]
+        at = INT4_ORDER if order == "reorder" else range(8)
+        eight = codes.unflatten(-1, (-1, 8))
+        words = sum((eight[..., k].long() & 15) << (4 * n) for n, k in enumerate(at))
+        stored[name] = (words.to(torch.int32), rows, shard)
+    w13, w2 = torch.cat([values["w1"], values["w3"]], 1), values["w2"]
+    for rank in range(ranks):
+        part = inter // ranks
+        moe = config(intermediate_size_per_partition=part, tp_size=ranks, tp_rank=rank)
+        layer = layer_of(lambda layer: QuarkW4A8Fp8MoEMethod([], spec(dynamic=True), layer.moe_config, order), moe=moe)
+        assert layer.w13_weight.dtype is torch.uint32 and layer.w13_weight.shape == (E, 2 * part, H // 8)
+        for name, (words, rows, shard) in stored.items():
+            for e in range(E):
+                put(layer, f"{matrix_of(name)}_weight", words[e], name, e)
+                put(layer, f"{matrix_of(name)}_weight_scale", shard[e], name, e)
+                put(layer, f"{matrix_of(name)}_weight_scale_2", rows[e], name, e)
+        done(layer)
+        at = slice(rank * part, (rank + 1) * part)
+        b13, b2 = layer.quant_method.dequantize(layer)
+        assert_close(b13, torch.cat([w13[:, :inter][:, at], w13[:, inter:][:, at]], 1), 1e-6)
+        assert_close(b2, w2[:, :, at].contiguous(), 1e-6)
+        x, weights, ids, out = run(layer)
+        assert rel_error(out, expected(x, weights, ids, b13, b2, "fp8_token")) < 0.008
+    with pytest.raises(ValueError, match="hidden_size: expected a multiple of 8 for packed INT4, got 164"):
+        layer_of(
+            lambda layer: QuarkW4A8Fp8MoEMethod([], spec(dynamic=True), layer.moe_config), moe=config(hidden_size=164)
+        )
