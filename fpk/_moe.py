@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
+from fpk._pairs import no_product, packed_arguments, reads_packed
 from fpk.api import Quantized, quantize
-from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, fp8_dtype
 from fpk.formats import FP8, INT8, Scheme, scheme_of
 from fpk.op import OPS
 
@@ -111,12 +112,14 @@ def moe_experts(
         w2: (E, H, I), likewise.
         activation, gated, interleaved, alpha, beta, limit: as in the op `act_and_mul`.
         act: "none", or the scheme of the activations of both products: "fp8_token", "fp8_tensor", "fp8_group128",
-            "int8_token", ...; needs quantized weights of the same kind.
+            "int8_token", "mxfp8_e4m3", "nvfp4" (a global scale per token), ...; needs quantized weights that it has a
+            product with.
         bias13, bias2: (E, 2I) or (E, I), and (E, H), fp32, bf16 or fp16, or None; inside the router weight.
         expert_map: (experts of all ranks,) int32 or int64, the number of an expert on this rank or -1; None: all here.
         apply_router_weight_on_input: multiply the tokens by their weight instead of the outputs; top_k 1 only.
         input_scale13, input_scale2: (1, 1) fp32 static scales of the activations, with act "fp8_tensor" or
-            "int8_tensor"; both or neither. Their values are not checked: that would wait for the device.
+            "int8_tensor", or their global scales with "nvfp4"; both or neither. Their values are not checked: that
+            would wait for the device.
         fast_accum: let FP8 products stay in the tensor core's own accumulator over all of K.
         out_dtype: bf16 or fp16 for Quantized x, whose own dtype is not known; bf16 if None.
 
@@ -142,16 +145,21 @@ def moe_experts(
 
     index, position, offs = OPS["sort_by_expert"](ids, E, expert_map)
     on_input = weights if apply_router_weight_on_input else None
-    rows, scale = _permuted(x, index, top_k, offs, scheme, w13, on_input, input_scale13)
-    hidden = _product(rows, scale, scheme, w13, offs, bias13, dtype, fast_accum)
+    rows = _permuted(x, index, top_k, offs, scheme, w13, on_input, input_scale13)
+    hidden = _product(rows, w13, offs, bias13, dtype, fast_accum)
     parameters = dict(activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, beta=beta, limit=limit)
-    rows, scale = _activated(hidden, parameters, offs, scheme, w2, input_scale2)
-    out = _product(rows, scale, scheme, w2, offs, bias2, dtype, fast_accum)
+    rows = _activated(hidden, parameters, offs, scheme, w2, input_scale2)
+    out = _product(rows, w2, offs, bias2, dtype, fast_accum)
     return OPS["moe_unpermute"](out, position, None if apply_router_weight_on_input else weights)
 
 
 def _codes(weight: Weight) -> Tensor:
     return weight.codes if isinstance(weight, Quantized) else weight
+
+
+def _scheme(weight: Weight) -> Scheme:
+    assert isinstance(weight, Quantized)
+    return scheme_of(weight.scheme)
 
 
 def _out_dtype(x: Weight, act: str, on_input: bool, wanted: torch.dtype | None) -> torch.dtype:
@@ -176,12 +184,14 @@ def _expect_weights(x: Weight, dtype: torch.dtype, w13: Weight, w2: Weight, gate
     for name, weight in (("w13", w13), ("w2", w2)):
         expect_rank(f"moe.{name}", _codes(weight), 3)
         if isinstance(weight, Quantized):
-            if weight.zero_point is not None:
+            if weight.zero_point is not None and not _scheme(weight).product:
                 raise ValueError(f"moe.{name}: expected weights without zero points, got {weight!r}")
         else:
             expect_dtype(f"moe.{name}", weight, dtype)
-    E, H, I = _codes(w2).shape
-    expect_shape("moe.w13", _codes(w13), (E, 2 * I if gated else I, H))
+    E, H, I = tuple(w2.shape or ())
+    wanted = (E, 2 * I if gated else I, H)
+    if tuple(w13.shape or ()) != wanted:
+        raise ValueError(f"moe.w13: expected {wanted}, got {tuple(w13.shape or ())}")
     wide = tuple(x.shape or ())
     if wide != (_codes(x).shape[0], H):
         raise ValueError(f"moe.x: expected ({_codes(x).shape[0]}, {H}), got {wide}")
@@ -201,10 +211,10 @@ def _activation_scheme(act: str, weights: dict[str, Weight], static: dict[str, T
     for name, weight in weights.items():
         if not isinstance(weight, Quantized):
             raise ValueError(f"moe.{name}: expected Quantized weights with act {act!r}, got a plain tensor")
-        if (weight.format is INT8) != (scheme.format is INT8):
-            raise ValueError(f"moe.act: {act} activations have no product with {weight.scheme} weights ({name})")
+        if reason := no_product(_scheme(weight), scheme):
+            raise ValueError(f"moe.act: {reason} ({name})")
     if given:
-        if scheme.granularity.rows > 0:
+        if scheme.granularity.rows > 0 and "global_scale" not in scheme.outputs:
             raise ValueError(f"moe.input_scale{given[0]}: expected None with act {act!r}, whose scales are dynamic")
         for name, scale in static.items():
             if scale is None:
@@ -217,77 +227,91 @@ def _activation_scheme(act: str, weights: dict[str, Weight], static: dict[str, T
 def _permuted(
     x: Weight, index: Tensor, top_k: int, offs: Tensor, scheme: Scheme | None, weight: Weight,
     on_input: Tensor | None, static: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Rows for the first product, and their scales; quantized before they are moved where that gives the same."""
+) -> Weight:  # fmt: skip
+    """Rows for the first product; quantized before they are moved where that gives the same."""
     permute = OPS["moe_permute"]
-    if isinstance(x, Quantized):
-        if x.scale.shape == (1, 1) and x.granularity.rows < 0:  # one scale for all tokens
-            return permute(x.codes, index, top_k)[0], x.scale
-        return permute(x.codes, index, top_k, x.scale)
-    if scheme is None:
-        return permute(x, index, top_k, weights=on_input)[0], None
-    if on_input is not None or (scheme.granularity.rows < 0 and static is None):
-        rows, _ = permute(x, index, top_k, weights=on_input)
-        return _quantized(rows, offs, scheme, weight, static)
-    codes, scale = _quantized(x, None, scheme, weight, static)
-    if static is not None:
-        return permute(codes, index, top_k)[0], scale
-    return permute(codes, index, top_k, scale)
+    if not isinstance(x, Quantized):
+        if scheme is None:
+            return permute(x, index, top_k, weights=on_input)[0]
+        if on_input is not None or (scheme.granularity.rows < 0 and static is None):
+            return _quantized(permute(x, index, top_k, weights=on_input)[0], offs, scheme, weight, static)
+        x = _quantized(x, None, scheme, weight, static)
+    over = x.global_scale
+    if over is not None and over.shape[0] > 1:  # one for each token
+        over = permute(over, index, top_k)[0]
+    if x.granularity.rows < 0 and x.scale.shape == (1, 1):  # one scale for all tokens
+        return Quantized(permute(x.codes, index, top_k)[0], x.scale, x.scheme, check=False)
+    stored = x.scale if x.scale.dtype is torch.float32 else x.scale.view(torch.uint8)
+    codes, scale = permute(x.codes, index, top_k, stored)
+    return Quantized(codes, scale.view(x.scale.dtype), x.scheme, global_scale=over, check=False)
 
 
 def _activated(
     hidden: Tensor, parameters: dict[str, Any], offs: Tensor, scheme: Scheme | None, weight: Weight,
     static: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Rows for the second product, and their scales."""
+) -> Weight:  # fmt: skip
+    """Rows for the second product."""
     if scheme is None:
-        return OPS["act_and_mul"](hidden, **parameters), None
-    dtype = _codes(weight).dtype
-    if static is not None and dtype in FP8:
-        return OPS["act_and_mul_quantize_fp8_static"](hidden, static, **parameters, dtype=dtype), static
+        return OPS["act_and_mul"](hidden, **parameters)
+    dtype = _fp8_dtype(scheme, weight)
+    if static is not None and dtype and not scheme.product:
+        codes = OPS["act_and_mul_quantize_fp8_static"](hidden, static, **parameters, dtype=dtype)
+        return Quantized(codes, static, scheme.name, check=False)
     fused = _FUSED.get(scheme.quantizer)
     if fused is None or scheme.options:
         return _quantized(OPS["act_and_mul"](hidden, **parameters), offs, scheme, weight, static)
-    if dtype in FP8:
+    if dtype:
         parameters = parameters | dict(dtype=dtype)
     if scheme.granularity.cols > 0:
         parameters = parameters | dict(group=scheme.granularity.cols, scale_format=scheme.scale_format)
-    return OPS[fused](hidden, **parameters)
+    return Quantized(*OPS[fused](hidden, **parameters), scheme.name, check=False)
 
 
-def _quantized(
-    x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Weight, static: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of rows; those of no expert, which lie behind all others, do not count for a common scale."""
-    options: dict[str, Any] = dict(dtype=_codes(weight).dtype) if _codes(weight).dtype in FP8 else {}
+def _fp8_dtype(scheme: Scheme, weight: Weight) -> torch.dtype | None:
+    """The FP8 type of the activations: that of FP8 weights, which a product of FP8 has on both sides; else None for
+    other formats."""
+    if scheme.product or scheme.format is INT8:
+        return None
+    codes = _codes(weight)
+    return codes.dtype if codes.dtype in FP8 and not _scheme(weight).product else fp8_dtype(codes.device)
+
+
+def _quantized(x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Weight, static: Tensor | None) -> Quantized:
+    """Rows in low precision; those of no expert, which lie behind all others, do not count for a common scale."""
+    dtype = _fp8_dtype(scheme, weight)
+    options: dict[str, Any] = dict(dtype=dtype) if dtype else {}
+    if "global_scale" in scheme.outputs:  # one for each token, so that no token changes another's codes
+        return quantize(x, scheme, **(dict(per_token=True) if static is None else dict(global_scale=static)))
     if static is not None:
         name = "quantize_fp8_static" if options else "quantize_int8_static"
-        return OPS[name](x, static, **options), static
+        return Quantized(OPS[name](x, static, **options), static, scheme.name, check=False)
     if scheme.granularity.rows < 0 and offs is not None:
         options["num_valid_tokens"] = offs[-1:]
-    quantized = quantize(x, scheme, **options)
-    return quantized.codes, quantized.scale
+    return quantize(x, scheme, **options)
 
 
 def _product(
-    rows: Tensor, scale: Tensor | None, scheme: Scheme | None, weight: Weight, offs: Tensor, bias: Tensor | None,
-    out_dtype: torch.dtype, fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    """Rows times their expert's weights; the op follows from the two granularities, as in `fpk.mm`."""
+    rows: Weight, weight: Weight, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Rows times their expert's weights; the op follows from the two schemes, as in `fpk.mm`."""
     if not isinstance(weight, Quantized):
         return OPS["grouped_mm"](rows, weight, offs, bias, out_dtype)
+    if reads_packed(rows, weight):
+        arguments = packed_arguments(rows, weight)
+        return OPS["grouped_mm_packed"](**arguments, offs=offs, bias=bias, out_dtype=out_dtype)
     block_rows, cols = weight.granularity.rows, weight.granularity.cols
-    if scheme is None or scale is None:
+    if not isinstance(rows, Quantized):
         return OPS["grouped_mm_weight_only"](
             rows, weight.codes, weight.scale, offs, rows=block_rows, cols=cols, bias=bias, out_dtype=out_dtype
         )
     common = dict(bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
-    group = scheme.granularity.cols
+    group, scale = rows.granularity.cols, rows.scale
     if group < 0 and cols < 0:
-        return OPS["grouped_scaled_mm"](rows, weight.codes, scale, weight.scale, offs, **common)
+        return OPS["grouped_scaled_mm"](rows.codes, weight.codes, scale, weight.scale, offs, **common)
     if group < 0:  # a scale of all of K stands in every group, without being copied
         group = cols
-        scale = scale.expand(rows.shape[0], -(-rows.shape[1] // group))
+        scale = scale.expand(rows.codes.shape[0], -(-rows.codes.shape[1] // group))
     return OPS["grouped_scaled_mm_group"](
-        rows, weight.codes, scale, weight.scale, offs, group=group, block_rows=block_rows, block_cols=cols, **common
-    )
+        rows.codes, weight.codes, scale, weight.scale, offs, group=group, block_rows=block_rows, block_cols=cols,
+        **common,
+    )  # fmt: skip

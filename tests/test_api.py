@@ -305,7 +305,7 @@ def test_blocks_of_rows_are_no_activations():
     q = quantize(randn(5, 48), "fp8_block128")
     with pytest.raises(ValueError, match=r"fp8_block128 shares scales between the rows .* with fp8_block128 weights"):
         mm(q, q)
-    with pytest.raises(ValueError, match="fp8_block128 shares scales between tokens"):
+    with pytest.raises(ValueError, match="fp8_block128 shares scales between the rows"):
         parse_layer_scheme("fp8_channel:fp8_block128")
 
 
