@@ -38,6 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
     "relu2_plain": dict(activation="relu2", gated=False),
 }
 
+# a few that reach every branch of load_activation but the formulas, for ops with many options of their own
+SOME_CASES = ("silu_alpha_beta", "swigluoai", "swiglustep", "gelu", "gelu_tanh", "relu2_plain")
+
 
 def expect_activation(
     what: str, x: Tensor, activation: str, gated: bool, interleaved: bool, alpha: float | None, beta: float | None,

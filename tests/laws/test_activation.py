@@ -16,6 +16,8 @@ FUSED = {
     "act_and_mul_quantize_int8_token": ("quantize_int8_token", dict()),
     "act_and_mul_quantize_fp8_group": ("quantize_fp8_group", dict(group=48, layout="tma", scale_format="e8m0")),
     "act_and_mul_quantize_fp8_static": ("quantize_fp8_static", dict()),
+    "act_and_mul_quantize_mx": ("quantize_mx", dict(format="mxfp4")),
+    "act_and_mul_quantize_nvfp4": ("quantize_nvfp4", dict()),
 }
 
 

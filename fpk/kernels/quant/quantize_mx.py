@@ -19,35 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import FLOAT_INPUTS, expect_dtype, expect_multiple, expect_not_empty, expect_one_of, expect_rank
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_rank
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.formats import (
-    E8M0,
-    FP8,
-    INT8,
-    MX,
-    MX_BLOCK,
-    MX_RULES,
-    decode,
-    encode,
-    encode_int8,
-    finite_amax,
-    mx_scale,
-)
-from fpk.kernels._microscale import (
-    any_odd,
-    element_codes,
-    element_constants,
-    largest_magnitude,
-    reciprocal_of_scale,
-    scale_byte,
-    scale_constants,
-    scaled,
-    store_packed,
-)
-from fpk.kernels._packed import pack_codes
-from fpk.kernels._tile import amax_key, amax_of_key, clamp_to
+from fpk.formats import FP8, MX, MX_BLOCK, MX_RULES
+from fpk.kernels._microscale import element_constants, scale_constants
+from fpk.kernels._mx import expect_mx, expect_packable, mx_blocks, mx_buffers, packs, quantized_mx, store_mx
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -56,35 +33,15 @@ from fpk.shapes import activation_cases
 def reference(
     x: Tensor, format: str = "mxfp4", rule: str | None = None, packed: bool = True
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    mx = MX[format]
-    *lead, K = x.shape
-    blocks = -(-K // MX_BLOCK)
-    # Inf in the short block's missing places: it never counts as a finite magnitude
-    filled = x.new_full((*lead, blocks * MX_BLOCK), float("inf"), dtype=torch.float32)
-    filled[..., :K] = x
-    grouped = filled.reshape(*lead, blocks, MX_BLOCK)
-    scale = mx_scale(finite_amax(grouped, (-1,)), mx, rule or mx.rule)  # (..., blocks, 1)
-    exists = (torch.arange(blocks * MX_BLOCK, device=x.device) < K).reshape(blocks, MX_BLOCK)
-    nothing = ((grouped == 0) | ~exists).all(-1, keepdim=True)
-    power = torch.where(scale == 255, 2.0**127, decode(scale, E8M0).double())
-    value = torch.where(nothing, 0.0, grouped / power).flatten(-2)[..., :K]
-    scale = scale.squeeze(-1).contiguous()
-    if mx.element is INT8:
-        return encode_int8(value * 2.0**-mx.shift, -127).contiguous(), scale
-    codes = encode(value.float(), mx.element).contiguous()
-    if mx.element.bits == 8:
-        return codes.view(mx.element.dtype), scale
-    return (pack_codes(codes, mx.element.bits) if packed else codes), scale
+    return quantized_mx(x, format, rule, packed)
 
 
 def check(x: Tensor, format: str, rule: str | None, packed: bool, **_: Any) -> None:
     expect_dtype("quantize_mx.x", x, *FLOAT_INPUTS)
     expect_rank("quantize_mx.x", x, 2, 3)
     expect_not_empty("quantize_mx.x", x, -1)
-    expect_one_of("quantize_mx.format", format, MX)
-    expect_one_of("quantize_mx.rule", rule, (None, *MX_RULES))
-    if packed and MX[format].element.bits < 8:
-        expect_multiple("quantize_mx.x (packed)", x, 2 if MX[format].element.bits == 4 else 4)
+    expect_mx("quantize_mx", format, rule)
+    expect_packable("quantize_mx.x", x.shape[-1], format, packed)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -108,25 +65,9 @@ def _mx_kernel(
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None, None] * stride_xm + cols * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
 
-    largest = largest_magnitude(x)  # [BLOCK_M, GROUPS]
-    amax = largest.to(tl.float32, bitcast=True)
-    if any_odd(largest):  # values leave the branch, not codes: triton 3.6 mixes up bytes that do
-        amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))
-        byte = scale_byte(amax, ADDEND, EMAX)
-        v = scaled(x, reciprocal_of_scale(byte), largest > 0)
-        v = tl.where(v != v, 0.0, v) if BITS < 8 else clamp_to(v, -MAX, MAX)
-    else:
-        byte = scale_byte(amax, ADDEND, EMAX)
-        v = scaled(x, reciprocal_of_scale(byte), largest > 0)
-    codes = element_codes(v, CLAMP, BITS, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+    codes, byte = mx_blocks(x, mask, ADDEND, EMAX, CLAMP, BITS, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
     rows = e * M + offs_m
-    if PACKED:
-        store_packed(codes_ptr + rows * width, codes, offs_g * (BLOCK * BITS // 8), mask_m, width, BITS, WORDS, False)
-    else:
-        codes_ptrs = codes_ptr + rows[:, None, None] * K + cols
-        tl.store(codes_ptrs, codes.to(codes_ptr.dtype.element_ty), mask=mask)
-    scale_ptrs = scale_ptr + rows[:, None] * groups + offs_g[None, :]
-    tl.store(scale_ptrs, byte.to(tl.uint8), mask=mask_m[:, None] & (offs_g < groups)[None, :])
+    store_mx(codes_ptr, scale_ptr, codes, byte, rows, offs_g, mask_m, K, width, BLOCK, BITS, PACKED, WORDS)
 
 
 def configs(x: Tensor, **_: Any):
@@ -155,8 +96,7 @@ def inputs(
     *, M, K, E=0, format="mxfp4", rule=None, packed=True, x_dtype=torch.bfloat16, kind="normal", layout="contiguous",
     device="cuda", seed=0,
 ):  # fmt: skip
-    bits = MX[format].element.bits
-    K = -(-K // 4) * 4 if packed and bits < 8 else K  # what cannot be packed is refused
+    K = -(-K // 4) * 4 if packs(format, packed) else K  # what cannot be packed is refused
     x = strided(sample((E, M, K) if E else (M, K), x_dtype, kind, device, seed), layout)
     return dict(x=x, format=format, rule=rule, packed=packed)
 
@@ -198,20 +138,16 @@ def quantize_mx(
     """
     mx = MX[format]
     rule = rule or mx.rule
-    *lead, M, K = x.shape
-    packed = packed and mx.element.bits < 8
-    width = K * mx.element.bits // 8 if packed else K
-    codes = torch.empty((*lead, M, width), dtype=mx.element.dtype, device=x.device)
-    groups = triton.cdiv(K, MX_BLOCK)
-    scale = torch.empty((*lead, M, groups), dtype=torch.uint8, device=x.device)
+    *_, M, K = x.shape
+    codes, scale = mx_buffers(x.shape, format, packed, x.device)
     if x.numel() == 0:
         return codes, scale
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
-    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(groups, config["GROUPS"])
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(scale.shape[-1], config["GROUPS"])
     _mx_kernel[(tiles, E)](
         x, codes.view(torch.uint8) if codes.dtype in FP8 else codes, scale,
-        M, K, width, stride_xe, x.stride(-2), x.stride(-1),
-        BLOCK=MX_BLOCK, CLAMP=rule in ("floor", "even"), PACKED=packed, WORDS=K % 16 == 0,
+        M, K, codes.shape[-1], stride_xe, x.stride(-2), x.stride(-1),
+        BLOCK=MX_BLOCK, CLAMP=rule in ("floor", "even"), PACKED=packs(format, packed), WORDS=K % 16 == 0,
         **scale_constants(mx, rule), **element_constants(mx.element, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip

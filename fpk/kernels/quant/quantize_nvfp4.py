@@ -24,70 +24,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import (
-    FLOAT_INPUTS,
-    expect_dtype,
-    expect_multiple,
-    expect_not_empty,
-    expect_rank,
-    expect_shape,
-)
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_multiple, expect_not_empty, expect_rank
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.formats import E2M1, E4M3FN, NVFP4_BLOCK, decode, encode, finite_amax
-from fpk.kernels._amax import partial_amax, total_amax
-from fpk.kernels._microscale import any_odd, decode_narrow, largest_magnitude, narrow_codes, scaled, store_packed
-from fpk.kernels._packed import pack_codes
-from fpk.kernels._tile import amax_key, amax_of_key, cast_fp8, clamp_to, decode_fp8, fp8_constants
+from fpk.formats import E4M3FN, NVFP4_BLOCK
+from fpk.kernels._amax import partial_amax
+from fpk.kernels._nvfp4 import (
+    LARGEST,
+    ZEROS_GLOBAL,
+    expect_global_scale,
+    global_of,
+    global_shape,
+    global_strides,
+    nvfp4_blocks,
+    nvfp4_buffers,
+    quantized_nvfp4,
+    store_global,
+    store_nvfp4,
+)
+from fpk.kernels._tile import amax_key, fp8_constants
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
 from fpk.shapes import activation_cases
-
-LARGEST = torch.finfo(torch.float32).max
-ZEROS_GLOBAL = 3.7202382710272136e-34
-"""1 / (2688 / 1e-30), in fp32."""
 
 
 def reference(
     x: Tensor, global_scale: Tensor | None = None, per_token: bool = False, four_over_six: bool = False,
     packed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    x = x.float()
-    one = x.new_tensor(1.0)
-    if global_scale is None:
-        amax = finite_amax(x, (-1,) if per_token else (-2, -1))
-        g = x.new_tensor(2688.0) / torch.maximum(amax, x.new_tensor(1e-30))
-        stored = one / g
-    else:
-        g, stored = one / global_scale, global_scale.clone()
-    *lead, K = x.shape
-    blocks = -(-K // NVFP4_BLOCK)
-    filled = x.new_full((*lead, blocks * NVFP4_BLOCK), float("inf"))  # where the short block has nothing
-    filled[..., :K] = x
-    amax = finite_amax(filled.unflatten(-1, (blocks, NVFP4_BLOCK)), (-1,))
-    exists = torch.arange(blocks * NVFP4_BLOCK, device=x.device) < K
-    x = torch.where(exists & ~filled.isnan(), filled, 0.0).clamp(-LARGEST, LARGEST).unflatten(-1, (blocks, NVFP4_BLOCK))
-    g = g[..., None]
-    codes, scale, error = _blocks(x, amax, g, 6.0)
-    if four_over_six:
-        others, other, less = _blocks(x, amax, g, 4.0)
-        codes, scale = torch.where(less < error, others, codes), torch.where(less < error, other, scale)
-    codes = codes.flatten(-2)[..., :K].contiguous()
-    scale = scale.squeeze(-1).contiguous().view(torch.float8_e4m3fn)
-    return (pack_codes(codes, 4) if packed else codes), scale, stored.contiguous()
-
-
-def _blocks(x: Tensor, amax: Tensor, g: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale codes and squared error of blocks whose maximum is to have the code of `top`."""
-    raw = torch.minimum(g * (amax / amax.new_tensor(top)), amax.new_tensor(448.0))
-    stored = encode(torch.where(amax.isinf(), 448.0, raw), E4M3FN)
-    scale = decode(stored, E4M3FN)
-    value = x * torch.where(scale == 0, 0.0, g / scale)
-    codes = encode(torch.where(scale == 0, 0.0, value), E2M1)
-    square = (x * g - decode(codes, E2M1) * scale) ** 2
-    while square.shape[-1] > 1:
-        square = square[..., 0::2] + square[..., 1::2]
-    return codes, stored, square
+    return quantized_nvfp4(x, global_scale, per_token, four_over_six, packed)
 
 
 def check(x: Tensor, global_scale: Tensor | None, per_token: bool, packed: bool, **_: Any) -> None:
@@ -96,13 +61,7 @@ def check(x: Tensor, global_scale: Tensor | None, per_token: bool, packed: bool,
     expect_not_empty("quantize_nvfp4.x", x, -1)
     if packed:
         expect_multiple("quantize_nvfp4.x (packed)", x, 2)
-    if global_scale is not None:
-        expect_dtype("quantize_nvfp4.global_scale", global_scale, torch.float32)
-        expect_shape("quantize_nvfp4.global_scale", global_scale, _global_shape(x, per_token))
-
-
-def _global_shape(x: Tensor, per_token: bool) -> tuple[int, ...]:
-    return (*x.shape[:-1], 1) if per_token else (*x.shape[:-2], 1, 1)
+    expect_global_scale("quantize_nvfp4", global_scale, x.shape, per_token)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -123,36 +82,13 @@ def _row_amax_kernel(
     tl.store(key_ptr + e * M + offs_m, tl.max(keys, axis=1), mask=mask_m)
 
 
-@triton.jit
-def _block_codes(
-    x, amax, g, TOP: tl.constexpr, MEASURE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Codes of blocks [M, G, 16] whose maximum is to have the code of TOP, their scale codes, and squared errors."""
-    raw = tl.minimum(g * tl.math.div_rn(amax, TOP), 448.0)
-    stored = cast_fp8(tl.where(amax == float("inf"), 448.0, raw), MANTISSA, BIAS, NAN_CODE, HARDWARE)
-    scale = decode_fp8(stored, MANTISSA, BIAS, 0x7F, False)
-    dead = scale == 0.0
-    factor = tl.where(dead, 0.0, tl.math.div_rn(g, tl.where(dead, 1.0, scale)))
-    codes = narrow_codes(scaled(x, factor, scale > 0.0), 1, 1, 6.0, 4)
-    error = amax
-    if MEASURE:
-        distance = x * g[:, :, None] - decode_narrow(codes, 1, 1, 4) * scale[:, :, None]
-        square = distance * distance
-        for _ in tl.static_range(4):
-            first, second = tl.split(tl.reshape(square, (x.shape[0], x.shape[1], square.shape[2] // 2, 2)))
-            square = first + second
-        error = tl.reshape(square, amax.shape)
-    return codes, stored, error
-
-
 @triton.jit(do_not_specialize=["M", "parts"])
 def _nvfp4_kernel(
     x_ptr, key_ptr, given_ptr, codes_ptr, scale_ptr, global_ptr,
     M, K, width, parts,
     stride_xe, stride_xm, stride_xk, stride_ge, stride_gm,
     BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, HUGE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS blocks; the programs of the first columns also store the global scale."""
@@ -168,41 +104,13 @@ def _nvfp4_kernel(
     x_ptrs = x_ptr + e * stride_xe + offs_m[:, None, None] * stride_xm + cols * stride_xk
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
 
-    if given_ptr is not None:
-        given = tl.load(given_ptr + e * stride_ge + offs_m * stride_gm, mask=mask_m, other=1.0)
-        g = tl.math.div_rn(tl.full(given.shape, 1.0, tl.float32), given)
-    else:
-        if PER_TOKEN:
-            top = amax_of_key(tl.load(key_ptr + e * M + offs_m, mask=mask_m, other=0x80800000))
-        else:
-            top = tl.full((BLOCK_M,), 1.0, tl.float32) * total_amax(key_ptr, e, parts, BLOCK_P)
-        g = tl.math.div_rn(tl.full(top.shape, 2688.0, tl.float32), tl.maximum(top, 1e-30))
-        given = tl.math.div_rn(tl.full(top.shape, 1.0, tl.float32), g)
-    if PER_TOKEN:
-        if tile_g == 0:
-            tl.store(global_ptr + e * M + offs_m, given, mask=mask_m)
-    elif tl.program_id(0) == 0:
-        tl.store(global_ptr + e + offs_m, given, mask=offs_m == 0)
-
-    largest = largest_magnitude(x)  # [BLOCK_M, GROUPS]
-    amax = largest.to(tl.float32, bitcast=True)
-    if any_odd(largest):
-        amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))
-        x = tl.where(x != x, 0.0, clamp_to(x, -LARGEST, LARGEST))
-    g = tl.broadcast_to(g[:, None], amax.shape)
-    codes, stored, error = _block_codes(x, amax, g, 6.0, FOUR_OVER_SIX, MANTISSA, BIAS, NAN_CODE, HARDWARE)
-    if FOUR_OVER_SIX:
-        others, other, less = _block_codes(x, amax, g, 4.0, True, MANTISSA, BIAS, NAN_CODE, HARDWARE)
-        better = less < error
-        codes = tl.where(better[:, :, None], others, codes)
-        stored = tl.where(better, other, stored)
+    given, g = global_of(
+        given_ptr, key_ptr, e, M, offs_m, mask_m, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
+    )  # fmt: skip
+    store_global(global_ptr, given, e, M, offs_m, mask_m, tile_g == 0, PER_TOKEN)
+    codes, stored = nvfp4_blocks(x, mask, g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE, HARDWARE)
     rows = e * M + offs_m
-    if PACKED:
-        store_packed(codes_ptr + rows * width, codes, offs_g * (BLOCK // 2), mask_m, width, 4, False, False)
-    else:
-        tl.store(codes_ptr + rows[:, None, None] * K + cols, codes.to(tl.uint8), mask=mask)
-    scale_ptrs = scale_ptr + rows[:, None] * groups + offs_g[None, :]
-    tl.store(scale_ptrs, stored, mask=mask_m[:, None] & (offs_g < groups)[None, :])
+    store_nvfp4(codes_ptr, scale_ptr, codes, stored, rows, offs_g, mask_m, K, width, BLOCK, PACKED)
 
 
 def configs(x: Tensor, **_: Any):
@@ -243,7 +151,7 @@ def inputs(
     K = -(-K // 2) * 2 if packed else K  # what cannot be packed is refused
     x = strided(sample((E, M, K) if E else (M, K), x_dtype, kind, device, seed), layout)
     # from far too small, where blocks saturate, to far too large, where scales become 0
-    global_scale = scales(_global_shape(x, per_token), device, seed + 1) * 0.01 if given else None
+    global_scale = scales(global_shape(x.shape, per_token), device, seed + 1) * 0.01 if given else None
     return dict(x=x, global_scale=global_scale, per_token=per_token, four_over_six=four_over_six, packed=packed)
 
 
@@ -279,11 +187,8 @@ def quantize_nvfp4(
     Raises:
         ValueError: a dtype or shape does not fit, K is 0, or odd and packed.
     """
-    *lead, M, K = x.shape
-    codes = torch.empty((*lead, M, K // 2 if packed else K), dtype=torch.uint8, device=x.device)
-    groups = triton.cdiv(K, NVFP4_BLOCK)
-    scale = torch.empty((*lead, M, groups), dtype=torch.float8_e4m3fn, device=x.device)
-    stored = torch.empty(_global_shape(x, per_token), dtype=torch.float32, device=x.device)
+    *_, M, K = x.shape
+    codes, scale, stored = nvfp4_buffers(x.shape, per_token, packed, x.device)
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
     if x.numel() == 0:
         # without rows a matrix still has a global scale: that of zeros
@@ -298,18 +203,15 @@ def quantize_nvfp4(
         keys = partial_amax(
             x, None, Config(BLOCK_M=1, BLOCK_K=8192, PROGRAMS=config["PROGRAMS"], num_warps=4, num_stages=3)
         )
-    strides = (0, 0)
-    if global_scale is not None:
-        strides = (global_scale.stride(0) if x.dim() == 3 else 0, global_scale.stride(-2) if per_token else 0)
     constants = fp8_constants(E4M3FN, of(x.device))
     del constants["MAX"]
-    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(groups, config["GROUPS"])
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(scale.shape[-1], config["GROUPS"])
     _nvfp4_kernel[(tiles, E)](
         x, keys, global_scale, codes, scale.view(torch.uint8), stored,
         M, K, codes.shape[-1], keys.shape[1] if keys is not None and not per_token else 1,
-        stride_xe, x.stride(-2), x.stride(-1), *strides,
+        stride_xe, x.stride(-2), x.stride(-1), *global_strides(global_scale, per_token),
         BLOCK=NVFP4_BLOCK, PER_TOKEN=per_token, FOUR_OVER_SIX=four_over_six, PACKED=packed,
-        BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), LARGEST=LARGEST, **constants,
+        BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), HUGE=LARGEST, **constants,
         BLOCK_M=config["BLOCK_M"], GROUPS=config["GROUPS"], num_warps=config["num_warps"], enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, stored
