@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpk import db
-from fpk.check import expect_inner_contiguous, expect_same_device
+from fpk.check import expect_inner_contiguous, expect_near, expect_same_device
 from fpk.db import Config
 from fpk.device import INTERPRETING, Device, of, pretended
 
@@ -171,6 +171,8 @@ class Op(Generic[P, R]):
         for name, value in bound.items():  # kernels take the strides of matrices, a vector's elements are neighbours
             if isinstance(value, Tensor) and value.dim() == 1:
                 expect_inner_contiguous(f"{self.name}.{name}", value)
+            elif isinstance(value, Tensor) and name.startswith(("scale", "zero_point")):
+                expect_near(f"{self.name}.{name}", value)
 
     def _choose(self, bound: dict[str, Any]) -> Config:
         device = self._device(bound)

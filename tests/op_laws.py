@@ -4,7 +4,8 @@
 """
 
 import itertools
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Iterator
 
 import guarded
 import torch
@@ -117,3 +118,120 @@ def check_without_fp8_units(op: Op, case: dict) -> None:
             return
         out = results(op, lambda **given: op.launch(**given, config=config), args)
     assert_close(out, results(op, lambda **given: op.launch(**given, config=config), make(op, case)), 0.0)
+
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def ample(op: Op) -> list[dict]:
+    """The pairwise cases, from the middling to the largest, then the small: whoever takes the first that fits gets one
+    that is neither empty nor slow."""
+
+    def elements(case: dict) -> int:
+        return sum(v.numel() for v in make(op, case).values() if isinstance(v, torch.Tensor))
+
+    cases = sorted(pairwise(op), key=elements)
+    return cases[len(cases) // 2 :] + cases[: len(cases) // 2][::-1]
+
+
+def spread(tensor, dims):
+    """The same values with every other element of `dims` left out of a poisoned buffer."""
+    sizes = [2 * n if d in dims else n for d, n in enumerate(tensor.shape)]
+    buffer = torch.full((*sizes, tensor.element_size()), 0x7F, dtype=torch.uint8, device=tensor.device)
+    view = buffer.view(tensor.dtype)[..., 0][tuple(slice(None, None, 2 if d in dims else 1) for d in range(len(sizes)))]
+    view.view(INTEGERS[tensor.element_size()]).copy_(tensor.view(INTEGERS[tensor.element_size()]))
+    return view
+
+
+def check_strides(op: Op) -> None:
+    """Every argument may have strides, biases, offsets and scales too, or is refused by name."""
+    seen = set()
+    for case in ample(op):
+        for name, value in make(op, case).items():
+            if not isinstance(value, torch.Tensor) or value.numel() < 2 or name in op.mutates:
+                continue
+            for dims in (range(value.dim()), range(value.dim() - 1)):
+                if not dims or (name, value.dim(), dims) in seen:
+                    continue
+                seen.add((name, value.dim(), dims))
+                args = make(op, case)
+                args[name] = spread(args[name], dims)
+                try:
+                    out = results(op, op, args)
+                except ValueError as error:
+                    assert name in str(error) and "stride" in str(error), error
+                    continue
+                expected = results(op, op.reference, make(op, case))
+                assert_close(out, expected, op.tolerance(op.bind(**args)), f"out with strided {name}")
+
+
+def far_apart(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same values, the last index along `dim` (of at least 3) more than 2^31 elements behind the first.
+
+    The stride itself fits into 32 bits, so that it is the product that needs more. There is as much memory before the
+    view, where offsets that wrapped point to. On a CPU nobody touches what lies between and it costs nothing.
+    """
+    inner = [n for d, n in enumerate(tensor.shape) if d != dim % tensor.dim()]
+    room = 1
+    for n in inner:
+        room *= n
+    step = -(-(2**31 // (tensor.shape[dim] - 1) + room + 16) // 16) * 16
+    assert step < 2**31
+    size = tensor.element_size()
+    before = 2**31
+    nbytes = (before + (tensor.shape[dim] - 1) * step + room) * size
+    if tensor.device.type == "cpu":
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        pages = -(-nbytes // mmap.PAGESIZE)
+        raw = torch.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE, flags=flags), dtype=torch.uint8)
+    else:
+        raw = torch.zeros(nbytes, dtype=torch.uint8, device=tensor.device)
+    strides, step_in = [0] * tensor.dim(), 1
+    for d in reversed(range(tensor.dim())):
+        if d == dim % tensor.dim():
+            strides[d] = step
+        else:
+            strides[d], step_in = step_in, step_in * tensor.shape[d]
+    view = raw[:nbytes].view(tensor.dtype).as_strided(tensor.shape, strides, before)
+    integers = INTEGERS[size]
+    view.view(integers).copy_(tensor.view(integers))
+    return view
+
+
+def far_cases(op: Op) -> Iterator[tuple[dict, str, int, dict]]:
+    """(case, argument, dimension, config): each matrix of an op once per dimension and kernel, its rows far apart."""
+    seen = set()
+    for case in ample(op):
+        case = case | {"E": 3} if case.get("E") else case
+        args = make(op, case)
+        kernels = {c.get("kernel", ""): c for c in reversed(legal_configs(op, args))}
+        for name, value in args.items():
+            if not isinstance(value, torch.Tensor) or value.dim() < 2:
+                continue
+            for dim, n in enumerate(value.shape):
+                for kernel, config in kernels.items():
+                    if n >= 3 and value.numel() > n and (name, value.dim(), dim, kernel) not in seen:
+                        seen.add((name, value.dim(), dim, kernel))
+                        yield case, name, dim, config
+
+
+def check_far_apart(op: Op) -> None:
+    """Offsets of any argument may need 64 bits."""
+
+    def plain(outputs: object) -> object:
+        """What was written in place has the strides of the argument."""
+        return tuple(o.contiguous() for o in outputs) if op.mutates and isinstance(outputs, tuple) else outputs
+
+    for case, name, dim, config in far_cases(op):
+        args = make(op, case)
+        args[name] = far_apart(args[name], dim)
+        bound = op.bind(**args)
+        try:
+            config = config if op.is_legal(config, bound, of(torch.device(DEVICE))) else op.config_for(**args)
+            out = results(op, lambda **given: op.launch(**given, config=config), args)  # noqa: B023
+        except ValueError as error:
+            assert name in str(error) and "stride" in str(error), error
+            continue
+        expected = results(op, op.reference, make(op, case))
+        where = f"out with {name} far apart along {dim}, {config}, {case}"
+        assert_close(plain(out), plain(expected), op.tolerance(bound), where)

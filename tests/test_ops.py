@@ -8,7 +8,9 @@ from op_laws import (
     any_case,
     check_config,
     check_deterministic,
+    check_far_apart,
     check_reference,
+    check_strides,
     check_without_fp8_units,
     make,
     middle,
@@ -19,7 +21,6 @@ from op_laws import (
 from fpk.check import assert_close
 from fpk.op import OPS
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 
@@ -51,36 +52,15 @@ def test_no_config_changes_the_result(op, launches):
     assert launches() > 0
 
 
-def spread(tensor, dims):
-    """The same values with every other element of `dims` left out of a poisoned buffer."""
-    sizes = [2 * n if d in dims else n for d, n in enumerate(tensor.shape)]
-    buffer = torch.full((*sizes, tensor.element_size()), 0x7F, dtype=torch.uint8, device=tensor.device)
-    view = buffer.view(tensor.dtype)[..., 0][tuple(slice(None, None, 2 if d in dims else 1) for d in range(len(sizes)))]
-    view.view(INTEGERS[tensor.element_size()]).copy_(tensor.view(INTEGERS[tensor.element_size()]))
-    return view
-
-
 @every_op
 def test_every_argument_may_have_strides_or_is_refused(op):
     """Biases, offsets and scales too, which `layout` in a domain leaves alone."""
-    seen = set()
-    for case in pairwise(op):
-        for name, value in make(op, case).items():
-            if not isinstance(value, torch.Tensor) or value.numel() < 2 or name in op.mutates:
-                continue
-            for dims in (range(value.dim()), range(value.dim() - 1)):
-                if not dims or (name, value.dim(), dims) in seen:
-                    continue
-                seen.add((name, value.dim(), dims))
-                args = make(op, case)
-                args[name] = spread(args[name], dims)
-                try:
-                    out = results(op, op, args)
-                except ValueError as error:
-                    assert name in str(error) and "stride" in str(error), error
-                    continue
-                expected = results(op, op.reference, make(op, case))
-                assert_close(out, expected, op.tolerance(op.bind(**args)), f"out with strided {name}")
+    check_strides(op)
+
+
+@every_op
+def test_offsets_beyond_32_bits(op):
+    check_far_apart(op)
 
 
 @every_op

@@ -86,6 +86,7 @@ def check(
     for what, tensor in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
         expect_inner_contiguous(f"{name}.{what}", tensor)
         expect_not_empty(f"{name}.{what}", tensor, -1)
+    expect_inner_contiguous(f"{name}.block_table", block_table)
     for dim in (0, 1, 2):
         expect_not_empty(f"{name}.key_cache", key_cache, dim)
     if heads == 0 or heads % H:
@@ -153,7 +154,7 @@ def _split_kernel(
         position = n + offs_n
         present = position < end
         page = tl.load(table_ptr + b * stride_tb + position // PAGE, mask=present, other=0).to(tl.int64)
-        inside = position % PAGE
+        inside = (position % PAGE).to(tl.int64)
         k = _load_tile(
             k_ptr + h * stride_kh, page * stride_kp + inside * stride_kt, present,
             D, TYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_D,

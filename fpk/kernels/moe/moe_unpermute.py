@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_of, expect_rank, expect_shape
+from fpk.check import (
+    FLOAT_INPUTS,
+    expect_dtype,
+    expect_near,
+    expect_not_empty,
+    expect_one_of,
+    expect_rank,
+    expect_shape,
+)
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.kernels.moe._rows import sorted_slots
@@ -45,11 +53,13 @@ def check(x: Tensor, position: Tensor, weights: Tensor | None, out_dtype: torch.
     expect_rank("moe_unpermute.position", position, 2)
     expect_not_empty("moe_unpermute.position", position, 1)
     expect_dtype("moe_unpermute.position", position, torch.int32)
+    expect_near("moe_unpermute.position", position)
     T, top_k = position.shape
     expect_shape("moe_unpermute.x", x, (T * top_k, x.shape[1]))
     if weights is not None:
         expect_shape("moe_unpermute.weights", weights, (T, top_k))
         expect_dtype("moe_unpermute.weights", weights, torch.float32)
+        expect_near("moe_unpermute.weights", weights)
     if out_dtype is not None:
         expect_one_of("moe_unpermute.out_dtype", out_dtype, FLOAT_INPUTS)
 

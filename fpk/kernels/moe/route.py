@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import FLOAT_INPUTS, expect_dtype, expect_one_of, expect_rank, expect_shape
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_near, expect_one_of, expect_rank, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.op import Cost, Kernel, op
@@ -79,6 +79,7 @@ def check(
 ) -> None:  # fmt: skip
     expect_rank("route.logits", logits, 2)
     expect_dtype("route.logits", logits, *FLOAT_INPUTS)
+    expect_near("route.logits", logits)
     E = logits.shape[1]
     if not 1 <= E <= MAX_EXPERTS:
         raise ValueError(f"route.logits: expected 1 to {MAX_EXPERTS} experts (columns), got {E}")

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import expect_dtype, expect_rank
+from fpk.check import expect_dtype, expect_near, expect_rank
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.op import Cost, Kernel, op
@@ -49,6 +49,7 @@ def reference(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -
 def check(ids: Tensor, num_experts: int, expert_map: Tensor | None, **_: Any) -> None:
     expect_rank("sort_by_expert.ids", ids, 2)
     expect_dtype("sort_by_expert.ids", ids, torch.int32, torch.int64)
+    expect_near("sort_by_expert.ids", ids)
     if num_experts < 1:
         raise ValueError(f"sort_by_expert.num_experts: expected a positive number, got {num_experts}")
     if expert_map is not None:
