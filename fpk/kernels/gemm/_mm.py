@@ -8,13 +8,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fpk.db import Config
-from fpk.device import Device
+from fpk.device import Device, of
 from fpk.kernels._tile import decode_e8m0
+from fpk.kernels.gemm import _gluon
+from fpk.kernels.gemm._launch import dependent
 
 TMA_TARGETS = ("sm90", "sm100", "sm103", "sm120", "sm121")
 OUT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def after_previous(PDL: tl.constexpr):
+    """First line of a kernel launched early: let the next one get ready, and wait until the one before is done."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -107,9 +118,10 @@ def store_tile(out_ptr, tile, offs_m, offs_n, M, N, stride_om):
 def reduce_kernel(
     part_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, out_ptr,
     M, N, stride_om, stride_sa, stride_sb, stride_za,
-    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sum the parts of a split product in their order, so that the result does not depend on timing."""
+    after_previous(PDL)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
@@ -189,6 +201,18 @@ def fits_descriptors(*tensors: Tensor) -> bool:
     return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.shape[0] > 0 for t in tensors)
 
 
+def warps_fit(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, sums: int) -> bool:
+    """Can the `warps` kernels run this? `sums` accumulators a tile must stay in registers, and buffers must fit."""
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    if not _gluon.AVAILABLE or m * n * sums > 256 * 192 or not fits_descriptors(a, b):
+        return False
+    ring = config["STAGES"] * ((m + n) * config["BLOCK_K"] + 16)
+    whole = not config["SWAP"] and config["SPLIT_K"] == 1  # written through shared memory
+    if whole and b.shape[0] * out_dtype.itemsize % 16 != 0:
+        return False
+    return ring + whole * m * n // 2 * out_dtype.itemsize + 1024 <= device.shared_limit
+
+
 def parts_buffer(out: Tensor, split: int, dtype: torch.dtype) -> Tensor:
     """Where a product split `split` ways along K puts its raw sums; the output itself if it is not split."""
     return out if split == 1 else torch.empty((split, *out.shape), dtype=dtype, device=out.device)
@@ -200,6 +224,7 @@ def reduce_parts(parts: Tensor, out: Tensor, epilogue: tuple[Tensor | None, ...]
     reduce_kernel[(triton.cdiv(M, 8), triton.cdiv(N, 128))](
         parts, *epilogue, out, M, N, out.stride(0), *strides,
         SPLIT_K=parts.shape[0], BLOCK_M=8, BLOCK_N=128, num_warps=4, enable_fp_fusion=False,
+        **dependent(of(out.device), M),
     )  # fmt: skip
 
 

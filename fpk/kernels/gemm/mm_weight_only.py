@@ -7,7 +7,8 @@ unit; scales are applied in fp32 to sums, never to weights that would be rounded
 
 Kernels: `tile`, K in steps that lie inside one group of columns (SWAP puts the weights on the matrix instruction's
 64-row side, for few tokens); `split`, the same with K divided over programs and an ordered reduction; `segment`, steps
-of any length, for groups that no tile divides.
+of any length, for groups that no tile divides; `warps` (sm90, Gluon), persistent, some warps load, others decode and
+multiply from registers.
 
 Source: W8A16 inference (what vLLM serves through Marlin).
 """
@@ -34,10 +35,15 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import decode_fp8, tile_of
+from fpk.kernels.gemm import _gluon
+from fpk.kernels.gemm._gluon_weight import weight_warps_kernel
 from fpk.kernels.gemm._mm import (
     accumulate,
+    after_previous,
+    dependent,
     few_tokens,
     finish,
+    fits_descriptors,
     load_k,
     load_scale,
     parts_buffer,
@@ -91,20 +97,23 @@ def _decoded(
     b = load_k(b_rows, k, stop, BLOCK_K, EVEN_K)
     if INTEGERS:
         b = decode_fp8(b, MANTISSA, BIAS, NAN_CODE, IEEE)
+    elif tl.bfloat16 == DTYPE and b.dtype.is_fp8():
+        b = b.to(tl.float16).to(tl.float32)  # exact, and fast: sm90 converts fp16 to bf16 at a sixteenth of its rate
     return b.to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "stride_sk"])
 def _weight_only_kernel(
     a_ptr, b_ptr, scale_ptr, bias_ptr, out_ptr,
     M, N, K,
     stride_am, stride_bn, stride_om, stride_sn, stride_sk,
     ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, INTEGERS: tl.constexpr, MANTISSA: tl.constexpr,
     BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
-    SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
+    after_previous(PDL)
     m, n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     part = tl.program_id(1)
     offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -133,7 +142,7 @@ def _weight_only_kernel(
             stop = tl.minimum(tl.minimum((k // COLS + 1) * COLS, k + BLOCK_K), K)
             a = load_k(a_rows, k, stop, BLOCK_K, False)
             b = _decoded(b_rows, k, stop, DTYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, False)
-            scale = load_scale(scale_rows + k // COLS * stride_sk, mask_n, E8M0)
+            scale = load_scale(scale_rows + k // COLS * stride_sk.to(tl.int64), mask_n, E8M0)
             part_sum = accumulate(a, b, tl.zeros(acc.shape, dtype=tl.float32), SWAP, 0)
             acc += part_sum * (scale[:, None] if SWAP else scale[None, :])
             k = stop
@@ -141,7 +150,7 @@ def _weight_only_kernel(
         for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
             a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
             b = _decoded(b_rows, k, K, DTYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, EVEN_K)
-            scale = load_scale(scale_rows + k // COLS * stride_sk, mask_n, E8M0)
+            scale = load_scale(scale_rows + k // COLS * stride_sk.to(tl.int64), mask_n, E8M0)
             part_sum = accumulate(a, b, tl.zeros(acc.shape, dtype=tl.float32), SWAP, 0)
             acc += part_sum * (scale[:, None] if SWAP else scale[None, :])
     if SWAP:
@@ -175,10 +184,19 @@ def configs(a: Tensor, cols: int, **_: Any):
     yield from tile_space(M, (32, 64, 128))
 
 
-def legal(config: Config, device: Device, a: Tensor, cols: int, **_: Any) -> bool:
+def legal(config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, cols: int, **_: Any) -> bool:
     # a step must lie inside one group of columns
     if config["kernel"] != "segment" and 0 < cols < a.shape[1] and cols % config["BLOCK_K"] != 0:
         return False
+    if config["kernel"] == "warps":
+        m, n = config["BLOCK_M"], config["BLOCK_N"]
+        sums = 2 if 0 < cols < a.shape[1] else 1
+        ring = config["STAGES"] * ((2 * m + n) * config["BLOCK_K"] + 16)
+        usual = b.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8) and scale_b.dtype is torch.float32
+        return (
+            _gluon.AVAILABLE and usual and m * n * sums <= 256 * 128 and fits_descriptors(a, b)
+            and ring + 1024 <= device.shared_limit
+        )  # fmt: skip
     stages = stages_held(config, device)
     buffers = (2 * config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     # decoded weights pass through shared memory where the matrix unit does not take them from registers
@@ -232,6 +250,7 @@ def inputs(
     kernels=dict(
         tile=Kernel(_weight_only_kernel, matrix=True), split=Kernel(_weight_only_kernel, matrix=True),
         segment=Kernel(_weight_only_kernel, matrix=True),
+        warps=Kernel(weight_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(),
 )  # fmt: skip
@@ -266,13 +285,23 @@ def mm_weight_only(
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     parts = parts_buffer(out, split, torch.float32)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    if kernel == "warps":
+        weight_warps_kernel[(min(of(a.device).sm_count, tiles * split),)](
+            _gluon.descriptor(b, config["BLOCK_N"] // 2, config["BLOCK_K"]), a, parts, scale_b, bias,
+            M, N, K, a.stride(0), out.stride(0), *scale_b.stride(),
+            CODES=_gluon.TYPES[b.dtype], FP8=fmt is not None, ROWS=rows, COLS=cols if cols < K else -1, SPLIT_K=split,
+            **config, **dependent(of(a.device), M),
+        )  # fmt: skip
+        if split > 1:
+            reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])
+        return out
     _weight_only_kernel[(tiles, split)](
         a, b.view(torch.uint8) if integers else b, scale_b, bias, parts,
         M, N, K, a.stride(0), b.stride(0), out.stride(0), *scale_b.stride(),
         ROWS=rows, COLS=cols if cols < K else -1, E8M0=scale_b.dtype is torch.uint8, INTEGERS=integers,
         MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
         IEEE=fmt is not None and fmt.kind == "ieee", EVEN_K=K % config["BLOCK_K"] == 0, SEGMENTS=kernel == "segment",
-        SPLIT_K=split, **config,
+        SPLIT_K=split, **config, **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])

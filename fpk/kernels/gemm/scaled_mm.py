@@ -8,7 +8,7 @@ fp32 before the single rounding to the output.
 
 Kernels: `tile`, pointers, one tile a program, runs everywhere (SWAP puts the weights on the matrix instruction's 64-row
 side, for few tokens); `split`, the same with K divided over programs and a second, ordered reduction; `persistent`,
-tensor descriptors (TMA), PER_SM programs an SM.
+tensor descriptors (TMA), PER_SM programs an SM; `warps` (sm90, Gluon), persistent, some warps load and others multiply.
 
 Source: the W8A8 recipes of torch.nn.functional.scaled_mm (TensorWise, RowWise).
 """
@@ -35,11 +35,15 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8
 from fpk.kernels._tile import tile_of
+from fpk.kernels.gemm import _gluon
+from fpk.kernels.gemm._gluon_mm import warps_kernel
 from fpk.kernels.gemm._mm import (
     OUT_TYPES,
     TMA_TARGETS,
     accumulate,
+    after_previous,
     broadcast_strides,
+    dependent,
     few_tokens,
     finish,
     load_k,
@@ -49,6 +53,7 @@ from fpk.kernels.gemm._mm import (
     stages_held,
     store_tile,
     tile_space,
+    warps_fit,
 )
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales, strided
@@ -110,10 +115,11 @@ def _tile_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, out_ptr,
     M, N, K,
     stride_am, stride_bn, stride_om, stride_sa, stride_sb, stride_za,
-    INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
+    after_previous(PDL)
     m, n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     part = tl.program_id(1)
     offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -212,7 +218,12 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
     )  # fmt: skip
 
 
-def legal(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, **_: Any) -> bool:
+def legal(
+    config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bool, **_: Any
+) -> bool:
+    if config["kernel"] == "warps":
+        promoted = a.dtype is not torch.int8 and not fast_accum
+        return warps_fit(config, device, a, b, out_dtype, 2 if promoted else 1)
     stages = stages_held(config, device)
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     if config["kernel"] == "persistent":
@@ -285,6 +296,7 @@ def inputs(
         tile=Kernel(_tile_kernel, matrix=True),
         split=Kernel(_tile_kernel, matrix=True),
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
+        warps=Kernel(warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
     cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
@@ -336,10 +348,26 @@ def scaled_mm(
         )  # fmt: skip
         return out
     parts = parts_buffer(out, split, torch.int32 if is_int8 else torch.float32)
+    if kernel == "warps":
+        swap, splits = config["SWAP"], split > 1
+        rows_l, rows_r = (block_n // 2, block_m) if swap else (block_m // 2, block_n)
+        left, right = (b, a) if swap else (a, b)
+        items = triton.cdiv(M, block_m) * triton.cdiv(N, block_n) * split
+        warps_kernel[(min(of(a.device).sm_count, items),)](
+            _gluon.descriptor(left, rows_l, block_k), _gluon.descriptor(right, rows_r, block_k),
+            None if swap or splits else _gluon.descriptor(out, rows_l, rows_r // 2), parts if splits or swap else None,
+            *epilogue, M, N, K, out.stride(0), *strides,
+            CODES=_gluon.TYPES[a.dtype], INT8=is_int8, PROMOTE=4 if promote else 0, OUT=OUT_TYPES[out_dtype],
+            SPLIT_K=split, enable_fp_fusion=False, **config, **dependent(of(a.device), M),
+        )  # fmt: skip
+        if splits:
+            reduce_parts(parts, out, epilogue, strides)
+        return out
     _tile_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n), split)](
         a, b, *epilogue, parts,
         M, N, K, a.stride(0), b.stride(0), out.stride(0), *strides,
         INT8=is_int8, PROMOTE=promote, EVEN_K=K % block_k == 0, SPLIT_K=split, enable_fp_fusion=False, **config,
+        **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, epilogue, strides)

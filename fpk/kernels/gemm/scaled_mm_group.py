@@ -9,7 +9,8 @@ begins, so that a tensor-parallel cut need not meet a block's edge. Every produc
 summed by the matrix unit and scaled in fp32. Scales that do not change along K: scaled_mm.
 
 Kernels: `tile`, K in steps that lie inside one group and block; `split`, K also divided over programs, with an ordered
-reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segment`, steps of any length.
+reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segment`, steps of any length; `warps`
+(sm90, Gluon), persistent, some warps load and others multiply and scale.
 
 Source: the block-scaled FP8 recipe of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -38,9 +39,12 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, decode
 from fpk.kernels._tile import tile_of
+from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     add_scaled,
+    after_previous,
+    dependent,
     few_tokens,
     finish,
     fits_descriptors,
@@ -52,6 +56,7 @@ from fpk.kernels.gemm._mm import (
     stages_held,
     store_tile,
     tile_space,
+    warps_fit,
 )
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, scales, strided
@@ -107,16 +112,19 @@ def check(
     expect_fp8_matmul("scaled_mm_group", a)
 
 
-@triton.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "offset_n", "offset_k"])
+@triton.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk", "offset_n", "offset_k"])
 def _group_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
     M, N, K, offset_n, offset_k,
     stride_am, stride_bn, stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr, E8M0_B: tl.constexpr,
-    INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr, SWAP: tl.constexpr,
-    SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
+    SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
+    after_previous(PDL)
+    stride_sak, stride_sbn, stride_sbk = stride_sak.to(tl.int64), stride_sbn.to(tl.int64), stride_sbk.to(tl.int64)
     m, n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     part = tl.program_id(1)
     offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -170,7 +178,7 @@ def _group_kernel(
         store_tile(out_ptr + part.to(tl.int64) * M * N, acc, offs_m, offs_n, M, N, N)
 
 
-@triton.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "offset_n", "offset_k"])
+@triton.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk", "offset_n", "offset_k"])
 def _persistent_kernel(
     a_desc, b_desc, sa_ptr, sb_ptr, bias_ptr, out_ptr,
     M, N, K, offset_n, offset_k,
@@ -180,6 +188,7 @@ def _persistent_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over output tiles; descriptors read zeros beyond the edges."""
+    stride_sak, stride_sbn, stride_sbk = stride_sak.to(tl.int64), stride_sbn.to(tl.int64), stride_sbk.to(tl.int64)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
@@ -244,12 +253,18 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **
 
 
 def legal(
-    config: Config, device: Device, a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any
-) -> bool:
+    config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int,
+    block_rows: int, block_cols: int, offset_n: int, offset_k: int, out_dtype: torch.dtype, **_: Any,
+) -> bool:  # fmt: skip
     # a matrix instruction wants 32 columns of FP8 or INT8, and a step must not straddle a change of scale
     step, width = scale_step(a.shape[1], group, block_cols, block_cols - offset_k), config["BLOCK_K"]
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
         return False
+    if config["kernel"] == "warps":
+        floats = a.dtype is not torch.int8 and scale_a.dtype == scale_b.dtype == torch.float32
+        rows = config["BLOCK_N"] // 2 if config["SWAP"] else config["BLOCK_N"]  # of weights, a group of warps
+        one_b = block_rows < 0 or (block_rows % rows == 0 and offset_n % rows == 0)
+        return floats and one_b and warps_fit(config, device, a, b, out_dtype, 3)
     if config["kernel"] == "persistent" and not fits_descriptors(a, b):
         return False
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages_held(config, device) + 2048
@@ -316,6 +331,7 @@ def inputs(
     kernels=dict(
         **{name: Kernel(_group_kernel, matrix=True) for name in ("tile", "split", "segment")},
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
+        warps=Kernel(group_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
     cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
@@ -368,11 +384,20 @@ def scaled_mm_group(
         )  # fmt: skip
         return out
     parts = parts_buffer(out, split, torch.float32)
+    if kernel == "warps":
+        launch(
+            of(a.device), a, b, scale_a, scale_b, bias, out, parts, offset_n, offset_k, config | dict(SPLIT_K=split),
+            GROUP=group, ROWS=block_rows, COLS=block_cols,
+        )  # fmt: skip
+        if split > 1:
+            reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])
+        return out
     _group_kernel[(tiles, split)](
         a, b, scale_a, scale_b, bias, parts,
         M, N, K, offset_n, offset_k,
         a.stride(0), b.stride(0), out.stride(0), *scale_a.stride(), *scale_b.stride(),
         EVEN_K=K % block_k == 0, SEGMENTS=kernel == "segment", SPLIT_K=split, **scaling, **config,
+        **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])

@@ -1,0 +1,178 @@
+"""The Gluon kernel of scaled_mm_group: warps that load and warps that multiply and scale."""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fpk.db import Config
+from fpk.device import Device
+from fpk.kernels.gemm._gluon import TYPES, after_previous, descriptor, locate, produce, put_halves, put_pointers
+from fpk.kernels.gemm._launch import dependent
+
+
+@gluon.jit
+def _factor(
+    sa_rows, sb_row, mask_m, k, end, offset_k, stride_sak, stride_sbk,
+    GROUP: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Product of the scales of step k, per token; 0 from step `end` on."""
+    block_k = (k * BLOCK_K + offset_k) // COLS if COLS > 0 else 0
+    scale_b = gl.load(sb_row + block_k * stride_sbk.to(gl.int64), mask=k < end, other=0.0)
+    scale_a = gl.load(sa_rows + k * BLOCK_K // GROUP * stride_sak.to(gl.int64), mask=mask_m & (k < end), other=0.0)
+    return scale_a, scale_b
+
+
+@gluon.jit
+def _consume(
+    out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty,
+    sa_ptr, sb_ptr, bias_ptr, tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
+    stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
+    WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OUT: gl.constexpr,
+    SWAP: gl.constexpr, ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+):  # fmt: skip
+    """Multiply one half of each tile, two steps a turn: the unit works on the second product while the first one is
+    scaled. The scales of a turn are fetched during the turn before."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_R, 32])
+    AXIS_M: gl.constexpr = 0 if SWAP else 1
+    turn = 0
+    for item in range(gl.program_id(0), tiles_l * tiles_r * SPLIT_K, gl.num_programs(0)):
+        tile_l, tile_r, part, begin, end = locate(item, tiles_l, tiles_r, steps, GROUP_M, SPLIT_K)
+        row, column = (2 * tile_l + WHICH) * ROWS_L, tile_r * ROWS_R
+        offs_l = row + gl.arange(0, ROWS_L, layout=gl.SliceLayout(1, layout))
+        offs_r = column + gl.arange(0, ROWS_R, layout=gl.SliceLayout(0, layout))
+        if SWAP:
+            offs_m = offs_r
+            first_n = row
+        else:
+            offs_m = offs_l
+            first_n = column
+        mask_m = offs_m < M
+        sa_rows = sa_ptr + offs_m.to(gl.int64) * stride_sam
+        sb_row = sb_ptr + ((first_n + offset_n) // ROWS if ROWS > 0 else 0) * stride_sbn.to(gl.int64)
+        acc = gl.zeros((ROWS_L, ROWS_R), gl.float32, layout)
+        sa_0, sb_0 = _factor(
+            sa_rows, sb_row, mask_m, begin, end, offset_k, stride_sak, stride_sbk, GROUP, COLS, BLOCK_K
+        )
+        sa_1, sb_1 = _factor(
+            sa_rows, sb_row, mask_m, begin + 1, end, offset_k, stride_sak, stride_sbk, GROUP, COLS, BLOCK_K
+        )
+        for k in range(begin, end, 2):
+            slot_0, slot_1 = turn % STAGES, (turn + 1) % STAGES
+            mbarrier.wait(full.index(slot_0), (turn // STAGES) & 1)
+            token_0 = warpgroup_mma(
+                left_bufs.index(slot_0 * 2 + WHICH), right_bufs.index(slot_0).permute((1, 0)),
+                gl.zeros((ROWS_L, ROWS_R), gl.float32, layout), use_acc=False, is_async=True,
+            )  # fmt: skip
+            mbarrier.wait(full.index(slot_1), ((turn + 1) // STAGES) & 1)
+            token_1 = warpgroup_mma(
+                left_bufs.index(slot_1 * 2 + WHICH), right_bufs.index(slot_1).permute((1, 0)),
+                gl.zeros((ROWS_L, ROWS_R), gl.float32, layout), use_acc=False, is_async=True,
+            )  # fmt: skip
+            factor_0 = gl.expand_dims(sa_0 * sb_0, AXIS_M)
+            factor_1 = gl.expand_dims(sa_1 * sb_1, AXIS_M)
+            sa_0, sb_0 = _factor(
+                sa_rows, sb_row, mask_m, k + 2, end, offset_k, stride_sak, stride_sbk, GROUP, COLS, BLOCK_K
+            )
+            sa_1, sb_1 = _factor(
+                sa_rows, sb_row, mask_m, k + 3, end, offset_k, stride_sak, stride_sbk, GROUP, COLS, BLOCK_K
+            )
+            product_0 = warpgroup_mma_wait(1, deps=[token_0])
+            mbarrier.arrive(empty.index(slot_0), count=1)
+            acc += product_0 * factor_0
+            product_1 = warpgroup_mma_wait(0, deps=[token_1])
+            mbarrier.arrive(empty.index(slot_1), count=1)
+            acc += product_1 * factor_1
+            turn += 2
+        if SPLIT_K > 1:
+            base = out_ptr + part.to(gl.int64) * M * N
+            if SWAP:
+                put_pointers(base, acc, offs_l, offs_r, N, M, 1, N)
+            else:
+                put_pointers(base, acc, offs_l, offs_r, M, N, N, 1)
+        else:
+            if bias_ptr is not None:
+                offs_n = offs_l if SWAP else offs_r
+                bias = gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
+                acc += gl.expand_dims(bias, 1 - AXIS_M)
+            if SWAP:
+                put_pointers(out_ptr, acc, offs_l, offs_r, N, M, 1, stride_om)
+            else:
+                put_halves(out_desc, out_bufs.index(WHICH), acc.to(OUT), row, column)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk", "offset_n", "offset_k"])
+def group_warps_kernel(
+    left_desc, right_desc, out_desc, out_ptr, sa_ptr, sb_ptr, bias_ptr,
+    M, N, K, offset_n, offset_k, stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
+    PDL: gl.constexpr, CODES: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
+    OUT: gl.constexpr, SWAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+):  # fmt: skip
+    """Persistent; SWAP: weights on the 64-row side; SPLIT_K > 1: raw sums to out_ptr, for an ordered reduction."""
+    after_previous(PDL)
+    ROWS_L: gl.constexpr = (BLOCK_N if SWAP else BLOCK_M) // 2
+    ROWS_R: gl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    left_bufs = gl.allocate_shared_memory(CODES, [STAGES * 2, ROWS_L, BLOCK_K], left_desc.layout)
+    right_bufs = gl.allocate_shared_memory(CODES, [STAGES, ROWS_R, BLOCK_K], right_desc.layout)
+    if SWAP or SPLIT_K > 1:
+        out_bufs = left_bufs  # unused
+    else:
+        out_bufs = gl.allocate_shared_memory(OUT, [2, ROWS_L, ROWS_R // 2], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    tiles_l = gl.cdiv(N if SWAP else M, 2 * ROWS_L)
+    tiles_r = gl.cdiv(M if SWAP else N, ROWS_R)
+    steps = gl.cdiv(K, BLOCK_K)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, sa_ptr, sb_ptr, bias_ptr,
+                tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
+                stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
+                0, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+            )),
+            (_consume, (
+                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, sa_ptr, sb_ptr, bias_ptr,
+                tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
+                stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
+                1, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+            )),
+            (produce, (
+                left_desc, right_desc, left_bufs, right_bufs, full, empty, tiles_l, tiles_r, steps,
+                ROWS_L, ROWS_R, BLOCK_K, STAGES, GROUP_M, SPLIT_K, 2,
+            )),
+        ],
+        [4, 4], [240, 24],
+    )  # fmt: skip
+
+
+def launch(
+    device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor,
+    parts: Tensor, offset_n: int, offset_k: int, config: Config, **scaling: int,
+) -> None:  # fmt: skip
+    """Launch the kernel; the sums of a split K go to `parts`."""
+    (M, K), N = a.shape, b.shape[0]
+    block_m, block_n, block_k = (config[f"BLOCK_{d}"] for d in "MNK")
+    items = triton.cdiv(M, block_m) * triton.cdiv(N, block_n) * config["SPLIT_K"]
+    left, right, rows_l, rows_r = (b, a, block_n // 2, block_m) if config["SWAP"] else (a, b, block_m // 2, block_n)
+    by_pointers = config["SWAP"] or config["SPLIT_K"] > 1
+    group_warps_kernel[(min(device.sm_count, items),)](
+        descriptor(left, rows_l, block_k), descriptor(right, rows_r, block_k),
+        None if by_pointers else descriptor(out, rows_l, rows_r // 2), parts if by_pointers else None,
+        scale_a, scale_b, bias, M, N, K, offset_n, offset_k, out.stride(0), *scale_a.stride(), *scale_b.stride(),
+        CODES=TYPES[a.dtype], OUT=TYPES[out.dtype], **scaling, **config, **dependent(device, M),
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""The Gluon kernel of scaled_mm: warps that load and warps that multiply, scales in the epilogue."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fpk.kernels.gemm._gluon import after_previous, locate, produce, put_halves, put_pointers
+
+
+@gluon.jit
+def _finish(
+    acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, offs_m, offs_n, M, N, stride_sa, stride_sb,
+    stride_za, AXIS_M: gl.constexpr, AXIS_N: gl.constexpr,
+):  # fmt: skip
+    """Zero point, scales and bias on an accumulated tile, in fp32; AXIS_M is 1 for rows of tokens, 0 for columns."""
+    mask_m, mask_n = offs_m < M, offs_n < N
+    if zero_ptr is not None:
+        zero = gl.expand_dims(gl.load(zero_ptr + offs_m * stride_za, mask=mask_m, other=0), AXIS_M)
+        acc -= zero * gl.expand_dims(gl.load(colsum_ptr + offs_n, mask=mask_n, other=0), AXIS_N)
+    out = acc.to(gl.float32)
+    out *= gl.expand_dims(gl.load(scale_a_ptr + offs_m * stride_sa, mask=mask_m, other=0.0), AXIS_M)
+    out *= gl.expand_dims(gl.load(scale_b_ptr + offs_n * stride_sb, mask=mask_n, other=0.0), AXIS_N)
+    if bias_ptr is not None:
+        out += gl.expand_dims(gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32), AXIS_N)
+    return out
+
+
+@gluon.jit
+def _consume(
+    out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty,
+    scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, tiles_l, tiles_r, steps, M, N,
+    stride_om, stride_sa, stride_sb, stride_za,
+    WHICH: gl.constexpr, INT8: gl.constexpr, PROMOTE: gl.constexpr, OUT: gl.constexpr, SWAP: gl.constexpr,
+    ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLIT_K: gl.constexpr,
+):  # fmt: skip
+    """Multiply one half of each tile. PROMOTE > 0: the unit's own sum moves to fp32 registers every PROMOTE steps."""
+    SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_R, 32])
+    turn = 0
+    for item in range(gl.program_id(0), tiles_l * tiles_r * SPLIT_K, gl.num_programs(0)):
+        tile_l, tile_r, part, begin, end = locate(item, tiles_l, tiles_r, steps, GROUP, SPLIT_K)
+        acc = gl.zeros((ROWS_L, ROWS_R), SUM, layout)
+        if PROMOTE > 0:
+            for first in range(begin, end, PROMOTE):
+                product = gl.zeros((ROWS_L, ROWS_R), SUM, layout)
+                for k in range(first, min(first + PROMOTE, end)):
+                    slot = turn % STAGES
+                    mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+                    token = warpgroup_mma(
+                        left_bufs.index(slot * 2 + WHICH), right_bufs.index(slot).permute((1, 0)), product,
+                        use_acc=k != first, is_async=True,
+                    )  # fmt: skip
+                    product = warpgroup_mma_wait(0, deps=[token])
+                    mbarrier.arrive(empty.index(slot), count=1)
+                    turn += 1
+                acc += product
+        else:
+            for _ in range(begin, end):
+                slot = turn % STAGES
+                mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+                token = warpgroup_mma(
+                    left_bufs.index(slot * 2 + WHICH), right_bufs.index(slot).permute((1, 0)), acc, is_async=True
+                )
+                acc = warpgroup_mma_wait(0, deps=[token])
+                mbarrier.arrive(empty.index(slot), count=1)
+                turn += 1
+        row, column = (2 * tile_l + WHICH) * ROWS_L, tile_r * ROWS_R
+        offs_l = row + gl.arange(0, ROWS_L, layout=gl.SliceLayout(1, layout))
+        offs_r = column + gl.arange(0, ROWS_R, layout=gl.SliceLayout(0, layout))
+        if SPLIT_K > 1:
+            base = out_ptr + part.to(gl.int64) * M * N
+            if SWAP:
+                put_pointers(base, acc, offs_l, offs_r, N, M, 1, N)
+            else:
+                put_pointers(base, acc, offs_l, offs_r, M, N, N, 1)
+        elif SWAP:
+            tile = _finish(
+                acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, offs_r, offs_l, M, N,
+                stride_sa, stride_sb, stride_za, 0, 1,
+            )  # fmt: skip
+            put_pointers(out_ptr, tile, offs_l, offs_r, N, M, 1, stride_om)
+        else:
+            tile = _finish(
+                acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, offs_l, offs_r, M, N,
+                stride_sa, stride_sb, stride_za, 1, 0,
+            )  # fmt: skip
+            put_halves(out_desc, out_bufs.index(WHICH), tile.to(OUT), row, column)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def warps_kernel(
+    left_desc, right_desc, out_desc, out_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
+    M, N, K, stride_om, stride_sa, stride_sb, stride_za,
+    PDL: gl.constexpr, CODES: gl.constexpr, INT8: gl.constexpr, PROMOTE: gl.constexpr, OUT: gl.constexpr,
+    SWAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+):  # fmt: skip
+    """Persistent; SWAP: weights on the 64-row side; SPLIT_K > 1: raw sums to out_ptr, for an ordered reduction."""
+    after_previous(PDL)
+    ROWS_L: gl.constexpr = (BLOCK_N if SWAP else BLOCK_M) // 2
+    ROWS_R: gl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    left_bufs = gl.allocate_shared_memory(CODES, [STAGES * 2, ROWS_L, BLOCK_K], left_desc.layout)
+    right_bufs = gl.allocate_shared_memory(CODES, [STAGES, ROWS_R, BLOCK_K], right_desc.layout)
+    if SWAP or SPLIT_K > 1:
+        out_bufs = left_bufs  # unused
+    else:
+        out_bufs = gl.allocate_shared_memory(OUT, [2, ROWS_L, ROWS_R // 2], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    tiles_l = gl.cdiv(N if SWAP else M, 2 * ROWS_L)
+    tiles_r = gl.cdiv(M if SWAP else N, ROWS_R)
+    steps = gl.cdiv(K, BLOCK_K)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, scale_a_ptr, scale_b_ptr, bias_ptr,
+                zero_ptr, colsum_ptr, tiles_l, tiles_r, steps, M, N, stride_om, stride_sa, stride_sb, stride_za,
+                0, INT8, PROMOTE, OUT, SWAP, ROWS_L, ROWS_R, STAGES, GROUP_M, SPLIT_K,
+            )),
+            (_consume, (
+                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, scale_a_ptr, scale_b_ptr, bias_ptr,
+                zero_ptr, colsum_ptr, tiles_l, tiles_r, steps, M, N, stride_om, stride_sa, stride_sb, stride_za,
+                1, INT8, PROMOTE, OUT, SWAP, ROWS_L, ROWS_R, STAGES, GROUP_M, SPLIT_K,
+            )),
+            (produce, (
+                left_desc, right_desc, left_bufs, right_bufs, full, empty, tiles_l, tiles_r, steps,
+                ROWS_L, ROWS_R, BLOCK_K, STAGES, GROUP_M, SPLIT_K, 1,
+            )),
+        ],
+        [4, 4], [240, 24],
+    )  # fmt: skip
