@@ -1,6 +1,7 @@
 """moe_unpermute: the outputs of experts back to their tokens, weighted and summed.
 
     out[t] = sum_j weights[t, j] * x[position[t, j]]        over slots whose position is not -1, in the order of j
+             (+ residual_weight[t] * residual[t])           last: shared experts, or what zero-experts pass on
 
 Products and sums in fp32, one rounding at the end; the order is fixed, so the result does not depend on timing. Rows
 that no slot points to are never read.
@@ -33,8 +34,9 @@ from fpk.shapes import routing_cases
 
 
 def reference(
-    x: Tensor, position: Tensor, weights: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
+    x: Tensor, position: Tensor, weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None, residual_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     T, top_k = position.shape
     total = torch.zeros((T, x.shape[1]), dtype=torch.float32, device=x.device)
     for j in range(top_k):
@@ -43,10 +45,15 @@ def reference(
         if weights is not None:
             value = value * weights[:, j, None]
         total = total + torch.where((row >= 0)[:, None], value, 0.0)
+    if residual is not None:
+        total = total + (residual.float() if residual_weight is None else residual.float() * residual_weight)
     return total.to(out_dtype or x.dtype)
 
 
-def check(x: Tensor, position: Tensor, weights: Tensor | None, out_dtype: torch.dtype | None, **_: Any) -> None:
+def check(
+    x: Tensor, position: Tensor, weights: Tensor | None, out_dtype: torch.dtype | None, residual: Tensor | None,
+    residual_weight: Tensor | None, **_: Any,
+) -> None:  # fmt: skip
     expect_rank("moe_unpermute.x", x, 2)
     expect_dtype("moe_unpermute.x", x, *FLOAT_INPUTS)
     expect_not_empty("moe_unpermute.x", x, 1)
@@ -62,13 +69,21 @@ def check(x: Tensor, position: Tensor, weights: Tensor | None, out_dtype: torch.
         expect_near("moe_unpermute.weights", weights)
     if out_dtype is not None:
         expect_one_of("moe_unpermute.out_dtype", out_dtype, FLOAT_INPUTS)
+    if residual is not None:
+        expect_shape("moe_unpermute.residual", residual, (T, x.shape[1]))
+        expect_dtype("moe_unpermute.residual", residual, *FLOAT_INPUTS)
+    if residual_weight is not None:
+        if residual is None:
+            raise ValueError("moe_unpermute.residual_weight: expected None without residual, got a tensor")
+        expect_shape("moe_unpermute.residual_weight", residual_weight, (T, 1))
+        expect_dtype("moe_unpermute.residual_weight", residual_weight, torch.float32)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _unpermute_kernel(
-    x_ptr, position_ptr, weights_ptr, out_ptr,
+    x_ptr, position_ptr, weights_ptr, residual_ptr, residual_weight_ptr, out_ptr,
     T, H,
-    stride_xm, stride_xk, stride_pm, stride_pk, stride_wm, stride_wk,
+    stride_xm, stride_xk, stride_pm, stride_pk, stride_wm, stride_wk, stride_rm, stride_rk, stride_rw,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_k = tl.cdiv(H, BLOCK_K)
@@ -87,6 +102,12 @@ def _unpermute_kernel(
             w = tl.load(weights_ptr + offs_m * stride_wm + j * stride_wk, mask=there, other=0.0)
             value *= w[:, None]
         total += value
+    if residual_ptr is not None:
+        r_ptrs = residual_ptr + offs_m[:, None] * stride_rm + offs_k[None, :].to(tl.int64) * stride_rk
+        value = tl.load(r_ptrs, mask=mask_m[:, None] & mask_k, other=0.0).to(tl.float32)
+        if residual_weight_ptr is not None:
+            value *= tl.load(residual_weight_ptr + offs_m * stride_rw, mask=mask_m, other=0.0)[:, None]
+        total += value
     out_ptrs = out_ptr + offs_m[:, None] * H + offs_k[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_k)
 
@@ -101,44 +122,54 @@ def configs(x: Tensor, **_: Any):
 
 
 def key(
-    x: Tensor, position: Tensor, weights: Tensor | None, out_dtype: torch.dtype | None, **_: Any
-) -> dict[str, int | str]:
+    x: Tensor, position: Tensor, weights: Tensor | None, out_dtype: torch.dtype | None, residual: Tensor | None,
+    **_: Any,
+) -> dict[str, int | str]:  # fmt: skip
     T, top_k = position.shape
     return dict(
         M=bucket(T), K=x.shape[1], top_k=top_k, x=str(x.dtype), out_dtype=str(out_dtype or x.dtype),
-        weights=int(weights is not None),
+        weights=int(weights is not None), residual="" if residual is None else str(residual.dtype),
     )  # fmt: skip
 
 
-def cost(x: Tensor, position: Tensor, out_dtype: torch.dtype | None, **_: Any) -> Cost:
+def cost(
+    x: Tensor, position: Tensor, out_dtype: torch.dtype | None, residual: Tensor | None, **_: Any
+) -> Cost:  # fmt: skip
     T, H = position.shape[0], x.shape[1]
-    moved = x.numel() * x.element_size() + T * H * (out_dtype or x.dtype).itemsize + 8 * position.numel()
+    added = 0 if residual is None else T * H * residual.element_size()
+    moved = added + x.numel() * x.element_size() + T * H * (out_dtype or x.dtype).itemsize + 8 * position.numel()
     return Cost(flops=2 * x.numel(), bytes=moved)
 
 
 def inputs(
-    *, T, H, E=4, top_k=2, dropped=0.0, weighted=True, x_dtype=torch.bfloat16, out_dtype=None, kind="normal",
-    layout="contiguous", device="cuda", seed=0,
+    *, T, H, E=4, top_k=2, dropped=0.0, weighted=True, residual="no", x_dtype=torch.bfloat16, out_dtype=None,
+    kind="normal", layout="contiguous", device="cuda", seed=0,
 ):  # fmt: skip
     _, position = sorted_slots(T, E, top_k, dropped, device, seed)
     x = strided(sample((T * top_k, H), x_dtype, kind, device, seed), layout)
     weights = scales((T, top_k), device, seed + 1) if weighted else None
-    return dict(x=x, position=position, weights=weights, out_dtype=out_dtype)
+    added = None if residual == "no" else strided(sample((T, H), x_dtype, kind, device, seed + 2), layout)
+    return dict(
+        x=x, position=position, weights=weights, out_dtype=out_dtype, residual=added,
+        residual_weight=scales((T, 1), device, seed + 3) if residual == "weighted" else None,
+    )  # fmt: skip
 
 
 @op(
     reference=reference, check=check, inputs=inputs, tol=0.0,
     domain=dict(
         T=(0, 1, 3, 8, 13), H=(1, 16, 33, 100, 257), E=(1, 3, 8), top_k=(1, 2, 5), dropped=(0.0, 0.5, 1.0),
-        weighted=(True, False), x_dtype=FLOAT_INPUTS, out_dtype=(None, *FLOAT_INPUTS), kind=KINDS,
+        weighted=(True, False), residual=("no", "plain", "weighted"), x_dtype=FLOAT_INPUTS,
+        out_dtype=(None, *FLOAT_INPUTS), kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"),
     ),
     kernels=dict(unpermute=Kernel(_unpermute_kernel)),
     configs=configs, key=key, cost=cost, cases=routing_cases(),
 )  # fmt: skip
 def moe_unpermute(
-    x: Tensor, position: Tensor, weights: Tensor | None = None, out_dtype: torch.dtype | None = None, *, config: Config
-) -> Tensor:
+    x: Tensor, position: Tensor, weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None, residual_weight: Tensor | None = None, *, config: Config,
+) -> Tensor:  # fmt: skip
     """Sum the experts' outputs of T tokens.
 
     Args:
@@ -146,6 +177,8 @@ def moe_unpermute(
         position: (T, top_k) int32, the row of each slot, -1 for slots that were dropped (sort_by_expert).
         weights: (T, top_k) fp32, any strides, or None for 1.
         out_dtype: fp32, bf16 or fp16; None is x's dtype.
+        residual: (T, H) fp32, bf16 or fp16, any strides, or None; added in fp32 before the rounding.
+        residual_weight: (T, 1) fp32 or None for 1; multiplies residual.
 
     Returns:
         (T, H) of out_dtype; a token without a row gets zeros.
@@ -158,10 +191,11 @@ def moe_unpermute(
     if T == 0:
         return out
     _unpermute_kernel[(triton.cdiv(T, config["BLOCK_M"]) * triton.cdiv(H, config["BLOCK_K"]),)](
-        x, position, weights, out,
+        x, position, weights, residual, residual_weight, out,
         T, H,
         x.stride(0), x.stride(1), position.stride(0), position.stride(1),
-        *((0, 0) if weights is None else weights.stride()),
+        *((0, 0) if weights is None else weights.stride()), *((0, 0) if residual is None else residual.stride()),
+        0 if residual_weight is None else residual_weight.stride(0),
         TOP_K=top_k, enable_fp_fusion=False, **config,
     )  # fmt: skip
     return out
