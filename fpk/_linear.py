@@ -65,6 +65,8 @@ class QuantizedLinear(nn.Module):
         self.weight_scheme = weight.scheme
         self.activation_scheme = activation
         self._quantizer = str(scheme.activation)
+        has_two = scheme.activation is not None and "global_scale" in scheme.activation.outputs
+        self._static = "global_scale" if has_two else "scale"
         # decided here, so that a traced forward looks no device up
         same_format = scheme.activation is not None and scheme.activation.format is scheme.weight.format
         follows = same_format and weight.codes.dtype in FP8 and _takes_dtype(scheme.activation)
@@ -145,7 +147,8 @@ class QuantizedLinear(nn.Module):
         rows = input.reshape(-1, self.in_features)
         activations: Tensor | Quantized = rows
         if self.activation_scheme is not None:
-            activations = quantize(rows, self._quantizer, scale=self.input_scale, **self._options)
+            static = {} if self.input_scale is None else {self._static: self.input_scale}
+            activations = quantize(rows, self._quantizer, **static, **self._options)
         out = mm(activations, self.quantized_weight, self.bias, out_dtype=input.dtype, colsum=self.colsum)
         return out.reshape(*input.shape[:-1], self.out_features)
 
@@ -223,7 +226,8 @@ def _input_scale(name: str, scheme: LayerScheme, amax: float | None, device: tor
     if amax is None or not 0 <= amax < math.inf:
         raise ValueError(f"{name}.input_amax: expected a finite magnitude for {scheme}, got {amax}")
     assert scheme.activation is not None
-    return quantize(torch.full((1, 1), amax, dtype=torch.float32, device=device), scheme.activation).scale
+    largest = quantize(torch.full((1, 16), amax, dtype=torch.float32, device=device), scheme.activation)
+    return largest.scale if largest.global_scale is None else largest.global_scale
 
 
 def _takes_dtype(scheme: Scheme | None) -> bool:

@@ -296,9 +296,10 @@ def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
 
 
 def static_schemes() -> list[str]:
-    """Names of static activations: of each scheme that has one scale for the whole tensor and no zero point."""
-    one_scale = (s for s in SCHEMES.values() if s.granularity.rows < 0 and s.granularity.cols < 0)
-    return [f"{s}{STATIC}" for s in one_scale if "zero_point" not in s.outputs]
+    """Names of static activations: of each scheme that has one scale for the whole tensor, or a second one above its
+    blocks', and no zero point."""
+    one = (s for s in SCHEMES.values() if max(s.granularity.rows, s.granularity.cols) < 0 or "global_scale" in s.outputs)
+    return [f"{s}{STATIC}" for s in one if "zero_point" not in s.outputs]
 
 
 def plain_bytes(codes: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ LAYERS = {
         "nn report methods api kernels op check formats shapes samples device", "torch transformers safetensors"
     ),
     "report": _layer("", "pandas"),
+    "parallel": _layer("parallel api kernels op formats check device db", "torch"),
     "methods": _layer("methods api kernels op formats check device", "torch safetensors"),
     "api": _layer("api kernels op formats check device", "torch"),
     "tune": _layer("tune kernels op " + " ".join(BASE), None),
@@ -51,7 +52,7 @@ LAYERS = {
 # private modules that serve one layer only
 PRIVATE = {
     "_db_": "db", "cli_": "cli", "__main__": "cli", "_moe": "api", "_pairs": "api", "_report": "report", "_linear": "nn",
-    "_calibration": "nn", "_saving": "nn", "checkpoint": "nn",
+    "_calibration": "nn", "_saving": "nn", "checkpoint": "nn", "_experts": "nn", "_stored_experts": "nn",
 }  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))
