@@ -92,6 +92,9 @@ def _lazy_group(name: str, module: str, attribute: str, help: str) -> None:
 
 _lazy_group("tune", "fpk.cli_tune", "tune_app", "Measure candidates and keep the best.")
 _lazy_group("bench", "fpk.cli_bench", "bench_app", "Time ops against other implementations; compare results.")
+_lazy_group(
+    "report", "fpk.cli_bench", "report_app", "A page of a GPU's benchmarks, tuning and winners, and of studies."
+)
 _lazy_group("inspect", "fpk.cli_checkpoint", "inspect_app", "What a checkpoint holds: family, quantized layers, size.")
 _lazy_group("quantize", "fpk.cli_checkpoint", "quantize_app", "Quantize a model on disk into a checkpoint.")
 _lazy_group("dequantize", "fpk.cli_checkpoint", "dequantize_app", "Turn a quantized checkpoint into a plain one.")

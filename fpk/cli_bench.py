@@ -113,3 +113,53 @@ def plot(
     for name, (figure, _) in bench_figures(frame).items():
         (out / f"{name}.png").write_bytes(png_of(figure))
         print(out / f"{name}.png")
+
+
+report_app = typer.Typer()
+
+
+@report_app.command()
+def report(
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    bench: Annotated[list[Path] | None, typer.Option(help="Result of `fpk bench run`; repeatable.")] = None,
+    trials: Annotated[list[Path] | None, typer.Option(help="Trials: SQLite, Parquet, JSON lines; repeatable.")] = None,
+    study: Annotated[list[Path] | None, typer.Option(help="Directory of `fpk study --out`; repeatable.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Whose winners; default: those of every GPU.")] = None,
+    database: Annotated[bool, typer.Option(help="Winners of the autotune database.")] = True,
+    title: Annotated[str, typer.Option(help="Heading.")] = "",
+) -> None:
+    """One HTML page, without requests to anywhere: benchmarks, tuning, winners and studies."""
+    from fpk.study import page
+
+    sections: list[page.Section] = []
+    try:
+        for path in bench or []:
+            sections.append(page.bench_section(_read(path)))
+        if trials:
+            sections.append(_trials(trials, page))
+        if database:
+            from fpk import db
+            from fpk.tune.export import frame_of_tables
+
+            sections.append(page.database_section(frame_of_tables(db.default()), gpu))
+        sections += [page.study_section(path) for path in study or []]
+        heading = title or f"fpk on {gpu}" if gpu else title or "fpk report"
+        text = page.page(heading, sections, "Low-precision kernels: what was measured, and on what.")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    print(out)
+
+
+def _trials(paths: list[Path], page: Any) -> Any:
+    from fpk.study.charts import trial_table
+    from fpk.tune.export import read_trials
+
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"report: expected a file of trials, got {path}")
+    found = [t for path in paths for t in read_trials(path)]
+    if not found:
+        raise ValueError(f"report: expected trials, got none in {', '.join(map(str, paths))}")
+    return page.trials_section(trial_table(found))
