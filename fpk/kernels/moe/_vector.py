@@ -13,7 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fpk.db import Config
+from fpk.device import of
 from fpk.kernels._tile import decode_e8m0
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Kernel
 
 
@@ -31,11 +34,12 @@ def vector_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, offs_ptr, gather_ptr, out_ptr,
     R, E, N, K, top_k,
     stride_am, stride_be, stride_bn, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr, E8M0_B: tl.constexpr,
-    INT8: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr,
+    E8M0_B: tl.constexpr, INT8: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """GROUP, COLS: columns that share a scale, -1 for all; with COLS > 0 a program's weight rows share it too."""
+    after_previous(PDL)
     row = tl.program_id(1)
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(offs_ptr + experts, mask=experts < E, other=2147483647)
@@ -109,5 +113,6 @@ def launch_vector(
         0 if bias is None else bias.stride(0),
         GROUP=group, ROWS=rows, COLS=cols, E8M0_A=scale_a is not None and scale_a.dtype is torch.uint8,
         E8M0_B=scale_b is not None and scale_b.dtype is torch.uint8, INT8=b.dtype is torch.int8 and a.dtype is b.dtype,
-        EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=bins, enable_fp_fusion=False, **options,
+        EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=bins, enable_fp_fusion=False,
+        **dependent(of(a.device), a.shape[0]), **options,
     )  # fmt: skip

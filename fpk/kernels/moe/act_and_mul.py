@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS
 from fpk.db import Config, bucket
+from fpk.device import of
 from fpk.kernels._activation import (
     CASES,
     activated,
@@ -34,6 +35,8 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -58,10 +61,11 @@ def _act_kernel(
     x_ptr, out_ptr,
     M, I,
     stride_xe, stride_xm, stride_xk,
-    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    PDL: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     tiles_k = tl.cdiv(I, BLOCK_K)
     offs_m = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -139,6 +143,7 @@ def act_and_mul(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
+        **dependent(of(x.device), x.shape[:-1].numel()),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return out

@@ -44,6 +44,8 @@ from fpk.kernels._groups import (
     stored_scale,
 )
 from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, quantize_fp8
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -78,8 +80,8 @@ def _group_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, I,
     stride_xe, stride_xm, stride_xk, stride_s,
-    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    PDL: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, E8M0: tl.constexpr, COLUMNS: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
@@ -87,6 +89,7 @@ def _group_kernel(
     """BLOCK_M rows of GROUPS groups, each group padded to a power of two: one read, one write."""
     groups = tl.cdiv(I, GROUP)
     tiles = tl.cdiv(groups, GROUPS)
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_g = (tl.program_id(0) % tiles).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
@@ -221,6 +224,7 @@ def act_and_mul_quantize_fp8_group(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1), stride_s,
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
+        **dependent(of(x.device), x.shape[:-1].numel()),
         GROUP=group, WIDTH=triton.next_power_of_2(group), E8M0=scale_format == "e8m0", COLUMNS=layout != "row",
         QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,

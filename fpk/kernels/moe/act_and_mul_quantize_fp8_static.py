@@ -29,6 +29,8 @@ from fpk.kernels._activation import (
     load_activation,
 )
 from fpk.kernels._tile import fp8_constants, quantize_fp8
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, scales
 from fpk.shapes import activation_cases
@@ -58,11 +60,12 @@ def _static_kernel(
     x_ptr, scale_ptr, codes_ptr,
     M, I,
     stride_xe, stride_xm, stride_xk, stride_se,
-    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    PDL: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     tiles_k = tl.cdiv(I, BLOCK_K)
     offs_m = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -150,6 +153,7 @@ def act_and_mul_quantize_fp8_static(
         M, I,
         x.stride(0) if stacked else 0, x.stride(-2), x.stride(-1), scale.stride(0) if stacked else 0,
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
+        **dependent(of(x.device), x.shape[:-1].numel()),
         **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip

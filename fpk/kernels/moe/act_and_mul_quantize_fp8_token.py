@@ -41,6 +41,8 @@ from fpk.kernels._tile import (
     quantize_fp8,
     quotient_within,
 )
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -71,12 +73,13 @@ def _row_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, I,
     stride_xe, stride_xm, stride_xk,
-    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    PDL: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: one read, one write."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x_ptr + e * stride_xe + offs_m * stride_xm
@@ -104,12 +107,13 @@ def _loop_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, I,
     stride_xe, stride_xm, stride_xk,
-    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    PDL: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length: one loop for the maximum, one that computes again and quantizes (x comes from cache)."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
@@ -221,6 +225,7 @@ def act_and_mul_quantize_fp8_token(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
+        **dependent(of(x.device), x.shape[:-1].numel()),
         QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS
 from fpk.db import Config, bucket
+from fpk.device import of
 from fpk.formats import encode_int8 as encode_codes
 from fpk.formats import finite_amax
 from fpk.kernels._activation import (
@@ -32,6 +33,8 @@ from fpk.kernels._activation import (
     load_activation,
 )
 from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, quantize_int8, quotient_within
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -59,11 +62,12 @@ def _row_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, I,
     stride_xe, stride_xm, stride_xk,
-    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    PDL: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: one read, one write."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x_ptr + e * stride_xe + offs_m * stride_xm
@@ -91,11 +95,12 @@ def _loop_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, I,
     stride_xe, stride_xm, stride_xk,
-    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    PDL: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length: one loop for the maximum, one that computes again and quantizes (x comes from cache)."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
@@ -203,6 +208,7 @@ def act_and_mul_quantize_int8_token(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
+        **dependent(of(x.device), x.shape[:-1].numel()),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

@@ -24,7 +24,8 @@ from torch import Tensor
 from fpk.check import FLOAT_INPUTS, expect_dtype
 from fpk.db import Config, bucket
 from fpk.device import Device, of
-from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, finish, stages_held, store_tile
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, after_previous, finish, stages_held, store_tile
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -79,9 +80,10 @@ def _grouped_kernel(
     a_ptr, b_ptr, a_desc, b_desc, bias_ptr, offs_ptr, gather_ptr, out_ptr,
     R, E, N, K, top_k,
     stride_am, stride_be, stride_bn, stride_om, stride_bias,
-    IEEE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
     if expert < E:
         e = expert.to(tl.int64)
@@ -250,6 +252,7 @@ def grouped_mm(
     _grouped_kernel[grid(R, N, E, config)](
         a, b, a_desc, b_desc, bias, offs, gather, out,
         R, E, N, K, top_k, a.stride(0), b.stride(0), b.stride(1), out.stride(0), 0 if bias is None else bias.stride(0),
-        IEEE=a.dtype is torch.float32, EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E), **config,
+        IEEE=a.dtype is torch.float32, EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E),
+        **dependent(of(a.device), T), **config,
     )  # fmt: skip
     return out

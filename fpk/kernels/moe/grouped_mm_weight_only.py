@@ -26,7 +26,17 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import decode_fp8
-from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, finish, load_k, load_scale, stages_held, store_tile
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import (
+    TMA_TARGETS,
+    accumulate,
+    after_previous,
+    finish,
+    load_k,
+    load_scale,
+    stages_held,
+    store_tile,
+)
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
     descriptors,
@@ -99,10 +109,12 @@ def _grouped_kernel(
     a_ptr, b_ptr, a_desc, b_desc, scale_ptr, bias_ptr, offs_ptr, gather_ptr, out_ptr,
     R, E, N, K, top_k,
     stride_am, stride_be, stride_bn, stride_om, stride_se, stride_sn, stride_sk, stride_bias,
-    ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, INTEGERS: tl.constexpr, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
-    SWAP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, INTEGERS: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr,
+    SEGMENTS: tl.constexpr, SWAP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
     DTYPE: tl.constexpr = a_ptr.dtype.element_ty
     if expert < E:
@@ -292,6 +304,6 @@ def grouped_mm_weight_only(
         ROWS=rows, COLS=cols if cols < K else -1, E8M0=scale_b.dtype is torch.uint8, INTEGERS=integers,
         MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
         IEEE=fmt is not None and fmt.kind == "ieee", EVEN_K=K % config["BLOCK_K"] == 0, SEGMENTS=segments,
-        BLOCK_E=expert_bins(E), **config,
+        BLOCK_E=expert_bins(E), **dependent(of(a.device), T), **config,
     )  # fmt: skip
     return out

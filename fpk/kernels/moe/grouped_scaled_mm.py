@@ -28,7 +28,8 @@ from fpk.check import expect_dtype, expect_fp8_matmul, expect_inner_contiguous, 
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8
-from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, finish, stages_held, store_tile
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, after_previous, finish, stages_held, store_tile
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -117,9 +118,10 @@ def _grouped_kernel(
     out_ptr,
     R, E, N, K, top_k,
     stride_am, stride_be, stride_bn, stride_om, stride_sa, stride_sbe, stride_sbn, stride_bias, stride_za, stride_ce,
-    INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
     if expert < E:
         e = expert.to(tl.int64)
@@ -316,6 +318,7 @@ def grouped_scaled_mm(
         zero_point_a.stride(0) if zero_point_a is not None and zero_point_a.shape[0] > 1 else 0,
         0 if colsum_b is None else colsum_b.stride(0),
         INT8=is_int8, PROMOTE=0 if is_int8 or fast_accum else min(128, config["BLOCK_K"]),
-        EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E), enable_fp_fusion=False, **config,
+        EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E), enable_fp_fusion=False,
+        **dependent(of(a.device), T), **config,
     )  # fmt: skip
     return out

@@ -28,7 +28,8 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_fp8_matmul, expect_gran
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
-from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, finish, load_k, stages_held, store_tile
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, after_previous, finish, load_k, stages_held, store_tile
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -97,10 +98,11 @@ def _grouped_kernel(
     a_ptr, b_ptr, a_desc, b_desc, sa_ptr, sb_ptr, bias_ptr, offs_ptr, gather_ptr, out_ptr,
     R, E, N, K, top_k,
     stride_am, stride_be, stride_bn, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr, E8M0_B: tl.constexpr,
-    INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr, SWAP: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr,
+    E8M0_B: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
+    SWAP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
     if expert < E:
         e = expert.to(tl.int64)
@@ -331,6 +333,6 @@ def grouped_scaled_mm_group(
         GROUP=group, ROWS=block_rows, COLS=block_cols, E8M0_A=scale_a.dtype is torch.uint8,
         E8M0_B=scale_b.dtype is torch.uint8, INT8=a.dtype is torch.int8,
         ONE_B=block_rows < 0 or block_rows % config["BLOCK_N"] == 0, EVEN_K=K % config["BLOCK_K"] == 0,
-        SEGMENTS=segments, BLOCK_E=expert_bins(E), **config,
+        SEGMENTS=segments, BLOCK_E=expert_bins(E), **dependent(of(a.device), T), **config,
     )  # fmt: skip
     return out

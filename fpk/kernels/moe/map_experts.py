@@ -20,6 +20,9 @@ from torch import Tensor
 
 from fpk.check import expect_dtype, expect_inner_contiguous, expect_near, expect_rank, expect_shape
 from fpk.db import Config, bucket
+from fpk.device import of
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, scales
 from fpk.shapes import MOE_LAYERS, MOE_TOKENS
@@ -76,8 +79,9 @@ def check(
 def _map_kernel(
     weights_ptr, ids_ptr, table_ptr, copies_ptr, out_weights_ptr, out_ids_ptr, passed_ptr,
     M, num_experts, num_known, width, stride_wm, stride_wk, stride_im, stride_ik, stride_t,
-    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr, TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     pick = tl.arange(0, BLOCK_P)[None, :]
     mask = (token < M)[:, None] & (pick < TOP_K)
@@ -186,6 +190,6 @@ def map_experts(
         weights, ids, table, copies, out_weights, out_ids, passed,
         M, num_experts, num_experts + num_zero_experts, width, weights.stride(0), weights.stride(1),
         ids.stride(0), ids.stride(1), stride_t,
-        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), **config,
+        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), **dependent(of(ids.device), M), **config,
     )  # fmt: skip
     return out_weights, out_ids, passed

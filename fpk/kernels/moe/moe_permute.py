@@ -22,6 +22,8 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_rank,
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.kernels.moe._rows import sorted_slots
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
@@ -69,9 +71,10 @@ def _permute_kernel(
     x_ptr, index_ptr, scale_ptr, weights_ptr, rows_ptr, scale_rows_ptr,
     R, H, G, top_k,
     stride_xm, stride_xk, stride_sm, stride_sk, stride_wm, stride_wk,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Programs of the first column of tiles move the scales too."""
+    after_previous(PDL)
     tiles_k = tl.cdiv(H, BLOCK_K)
     offs_m = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tile_k = tl.program_id(0) % tiles_k
@@ -187,6 +190,6 @@ def moe_permute(
         R, H, groups, top_k,
         x.stride(0), x.stride(1), *((0, 0) if scale is None else scale.stride()),
         *((0, 0) if weights is None else weights.stride()),
-        BLOCK_G=triton.next_power_of_2(max(groups, 1)), **config,
+        BLOCK_G=triton.next_power_of_2(max(groups, 1)), **dependent(of(x.device), x.shape[0]), **config,
     )  # fmt: skip
     return rows, scale_rows

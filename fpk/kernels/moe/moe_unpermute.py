@@ -27,6 +27,8 @@ from fpk.check import (
 )
 from fpk.db import Config, bucket
 from fpk.device import of
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.kernels.moe._rows import sorted_slots
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
@@ -84,8 +86,9 @@ def _unpermute_kernel(
     x_ptr, position_ptr, weights_ptr, residual_ptr, residual_weight_ptr, out_ptr,
     T, H,
     stride_xm, stride_xk, stride_pm, stride_pk, stride_wm, stride_wk, stride_rm, stride_rk, stride_rw,
-    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     tiles_k = tl.cdiv(H, BLOCK_K)
     offs_m = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -196,6 +199,6 @@ def moe_unpermute(
         x.stride(0), x.stride(1), position.stride(0), position.stride(1),
         *((0, 0) if weights is None else weights.stride()), *((0, 0) if residual is None else residual.stride()),
         0 if residual_weight is None else residual_weight.stride(0),
-        TOP_K=top_k, enable_fp_fusion=False, **config,
+        TOP_K=top_k, enable_fp_fusion=False, **dependent(of(x.device), T), **config,
     )  # fmt: skip
     return out

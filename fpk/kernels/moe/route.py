@@ -25,6 +25,8 @@ from torch import Tensor
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_near, expect_one_of, expect_rank, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import of
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, strided
 from fpk.shapes import MOE_TOKENS
@@ -118,12 +120,13 @@ def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr,
     M, E,
     stride_lm, stride_le, factor,
-    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    PDL: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr, TOPK_GROUP: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M tokens; experts lie in BLOCK_G groups of BLOCK_S places, SIZE of them taken. A key holds score and place
     of an expert, so that one maximum a pick finds both."""
+    after_previous(PDL)
     LAST: tl.constexpr = -9223372036854775807
     PLACES: tl.constexpr = BLOCK_G * BLOCK_S
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -301,6 +304,7 @@ def route(
         logits.stride(0), logits.stride(1), float(routed_scaling_factor),
         SCORING=scoring, RENORMALIZE=renormalize or scoring == "topk_softmax", TOP_K=top_k,
         TOPK_GROUP=min(topk_group, groups), GROUPS=groups, SIZE=size, BLOCK_G=triton.next_power_of_2(groups),
-        BLOCK_S=triton.next_power_of_2(size), BLOCK_P=triton.next_power_of_2(top_k), **config,
+        BLOCK_S=triton.next_power_of_2(size), BLOCK_P=triton.next_power_of_2(top_k),
+        **dependent(of(logits.device), M), **config,
     )  # fmt: skip
     return weights, ids

@@ -25,6 +25,8 @@ from torch import Tensor
 from fpk.check import expect_dtype, expect_near, expect_rank
 from fpk.db import Config, bucket
 from fpk.device import of
+from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._mm import after_previous
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator
 from fpk.shapes import MOE_LAYERS, MOE_TOKENS
@@ -82,9 +84,10 @@ def _store_places(index_ptr, position_ptr, slots, places, expert, mask, num_expe
 def _rank_kernel(
     ids_ptr, map_ptr, index_ptr, position_ptr, offs_ptr,
     R, num_experts, num_mapped, top_k, stride_im, stride_ik,
-    BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Numbers from R on stand for the ends of experts: what is smaller than (e, all slots) is offs[e]."""
+    after_previous(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_slot = row < R
     own = _expert_of(ids_ptr, map_ptr, row, is_slot, top_k, num_experts, num_mapped, stride_im, stride_ik)
@@ -265,7 +268,7 @@ def sort_by_expert(
     sizes = (num_experts, 0 if expert_map is None else expert_map.shape[0], top_k, ids.stride(0), ids.stride(1))
     if config.pop("kernel") == "rank":
         _rank_kernel[(triton.cdiv(R + num_experts, config["BLOCK_R"]),)](
-            ids, expert_map, index, position, offs, R, *sizes, **config
+            ids, expert_map, index, position, offs, R, *sizes, **dependent(of(ids.device), M), **config
         )
         return index, position, offs
     bins = _bins(num_experts)
