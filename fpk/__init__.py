@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fpk._moe import moe, moe_experts
     from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
     from fpk.checkpoint import load_quantized, save_quantized
-    from fpk.db import use
+    from fpk.db import batch_invariant, use
     from fpk.formats import list_schemes
     from fpk.nn import Calibration, QuantizedLinear, calibrate, quantize_, quantized
     from fpk.op import OPS
@@ -41,16 +41,18 @@ _NAMES = {
     "calibrate": "fpk.nn",
     "quantize_": "fpk.nn",
     "quantized": "fpk.nn",
+    "batch_invariant": "fpk.db",
     "use": "fpk.db",
     "sweep": "fpk.study.bench",
 }
 _MODULES = (
-    "api", "check", "checkpoint", "db", "device", "formats", "kernels", "methods", "nn", "op", "samples", "shapes",
-    "tune",
+    "api", "check", "checkpoint", "db", "device", "formats", "kernels", "methods", "nn", "op", "parallel", "samples",
+    "shapes", "tune",
 )  # fmt: skip
 
 __all__ = [
-    "OPS", "Calibration", "LayerScheme", "Quantized", "QuantizedLinear", "calibrate", "list_schemes",
+    "OPS", "Calibration", "LayerScheme", "Quantized", "QuantizedLinear", "batch_invariant", "calibrate",
+    "list_schemes",
     "load_quantized", "mm", "moe", "moe_experts", "parse_layer_scheme", "quantize", "quantize_", "quantized",
     "save_quantized", "sweep", "use",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ __all__ = [
     "M_GRID",
     "SIZES",
     "Answer",
+    "BatchInvariant",
     "Config",
     "Database",
     "DirectorySource",
@@ -49,6 +50,7 @@ __all__ = [
     "Table",
     "Tables",
     "active",
+    "batch_invariant",
     "bucket",
     "default",
     "default_sources",
@@ -138,12 +140,52 @@ def default() -> Tables:
     return _default[0]
 
 
+class BatchInvariant:
+    """The same records; ops that ask it choose for a batch of fixed size, whatever size theirs has."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def candidates(self, op: str, key: dict[str, Any], device: Device) -> list[Config]:
+        return self.database.candidates(op, key, device)
+
+
 _active: ContextVar[Database | None] = ContextVar("fpk_active_database", default=None)
+_invariant: ContextVar[bool] = ContextVar("fpk_batch_invariant", default=False)
+_invariant_of: dict[int, BatchInvariant] = {}  # one for each database, so that memos know it again
 
 
 def active() -> Database:
+    """What look-ups ask now."""
     database = _active.get()
-    return default() if database is None else database
+    if database is None:
+        database = default()
+    if not _invariant.get():
+        return database
+    found = _invariant_of.get(id(database))
+    if found is None or found.database is not database:
+        found = _invariant_of[id(database)] = BatchInvariant(database)
+    return found
+
+
+@contextlib.contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Inside the block, what an op computes for a row does not depend on how many rows there are, bit for bit.
+
+    Ops choose their configs as for a batch of one fixed size: slower for others. Scales that the rows of a tensor
+    share ("fp8_tensor" taken from the data) depend on the batch by their definition.
+    """
+    token = _invariant.set(enabled)
+    try:
+        yield
+    finally:
+        _invariant.reset(token)
+
+
+def _recorded(database: Database | None) -> Database:
+    """The active database itself, whatever mode it is asked in."""
+    database = database or active()
+    return database.database if isinstance(database, BatchInvariant) else database
 
 
 def opened(database: Database | str | Path) -> Database:
@@ -171,13 +213,13 @@ def use(database: Database | str | Path) -> Iterator[Database]:
 
 def explain(op: str, key: dict[str, Any], device: Device, database: Database | None = None) -> list[Answer]:
     """Every row that a look-up would offer, in its order, with level, source and distance; [] means the default."""
-    database = database or active()
+    database = _recorded(database)
     return list(database.answers(op, key, device)) if isinstance(database, Tables) else []
 
 
 def snapshot(database: Database | None = None) -> Snapshot:
     """The active database, frozen; its `hash` names the content, `content` is what a file or a broadcast carries."""
-    database = database or active()
+    database = _recorded(database)
     if isinstance(database, Snapshot):
         return database
     return Snapshot.of(database) if isinstance(database, Tables) else Snapshot(b"[]")

@@ -28,6 +28,11 @@ LAUNCH_OPTIONS = frozenset(
 )
 
 _MEMO_LIMIT = 16_384
+FIXED_BATCH = 64  # the batch that configs are chosen for in batch-invariant mode
+# what ops whose results may depend on the config call their tensors with a row for each row of the batch
+_BATCHED = frozenset(
+    {"a", "scale_a", "zero_point_a", "global_scale_a", "gather", "q", "block_table", "seq_lens", "logits"}
+)
 
 
 @dataclass(frozen=True)
@@ -176,13 +181,26 @@ class Op(Generic[P, R]):
 
     def _choose(self, bound: dict[str, Any]) -> Config:
         device = self._device(bound)
-        for config in db.active().candidates(self.name, self.key(**bound), device):
+        database = db.active()
+        asked = self._at_fixed_batch(bound) if isinstance(database, db.BatchInvariant) else bound
+        for config in database.candidates(self.name, self.key(**asked), device):
             if self.is_legal(config, bound, device):
                 return config
-        for config in self.configs(**bound):
+        for config in self.configs(**asked):
             if self.is_legal(config, bound, device):
                 return config
         raise NotImplementedError(f"{self.name}: no config of it is legal for these arguments on {device.arch}")
+
+    def _at_fixed_batch(self, bound: dict[str, Any]) -> dict[str, Any]:
+        """The arguments as they would be in a batch of FIXED_BATCH rows, if configs matter to results."""
+        if self.tol == 0.0:
+            return bound
+        changed = {}
+        for name in self._names & _BATCHED:
+            tensor = bound[name]
+            if tensor is not None:
+                changed[name] = torch.empty((FIXED_BATCH, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+        return bound | changed
 
     def _launch_on_device(self, bound: dict[str, Any], config: Config, device: torch.device | None = None) -> R:
         if device is None:

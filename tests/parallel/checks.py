@@ -1,0 +1,228 @@
+"""What ranks do in the tests: each function runs on every rank of a world and returns plain values."""
+
+import functools
+import itertools
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fpk
+from fpk.api import Quantized, quantize
+from fpk.check import bits, rel_error
+from fpk.parallel import ExpertParallel, Group, Placement, row_parallel, shard_experts
+
+WIDE = 512  # input of linear layers
+Parts = dict[int, Group | None]  # the first ranks by their number
+H, INNER, EXPERTS, TOP_K, TOKENS = 128, 512, 10, 3, 12  # INNER / 4 is a block of scales
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer_of(scheme: str, experts: int = EXPERTS) -> tuple[Tensor | Quantized, Tensor | Quantized]:
+    """w13 and w2 of all experts, small numbers, in a scheme or plain."""
+    w13 = normal(experts, 2 * INNER, H, seed=1) / 16
+    w2 = normal(experts, H, INNER, seed=2) / 16
+    return (w13, w2) if scheme == "bf16" else (quantize(w13, scheme), quantize(w2, scheme))
+
+
+def tokens(count: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weights and ids of tokens; an id of -1 among them, and one token without any expert."""
+    x = normal(count, H, seed=3)
+    weights = torch.rand(count, TOP_K, generator=torch.Generator().manual_seed(4))
+    ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(5 + t))[:TOP_K]
+                       for t in range(count)]).int()  # fmt: skip
+    ids[1, 2], ids[4] = -1, -1
+    return x, weights, ids
+
+
+def held(weight: Tensor | Quantized, experts: tuple[int, ...]) -> Tensor | Quantized:
+    """The matrices of some experts."""
+    chosen = torch.tensor(experts, dtype=torch.long)
+
+    def pick(t: Tensor) -> Tensor:
+        return (t.view(torch.uint8)[chosen].view(t.dtype)) if t.dtype.itemsize == 1 else t[chosen]
+
+    if not isinstance(weight, Quantized):
+        return pick(weight)
+    return Quantized(
+        pick(weight.codes), pick(weight.scale), weight.scheme,
+        global_scale=None if weight.global_scale is None else pick(weight.global_scale), check=False,
+    )  # fmt: skip
+
+
+def slices(ranks: int, count: int = TOKENS) -> list[slice]:
+    """Uneven parts of the tokens, a rank without any among four."""
+    cuts = {2: [0, 7, count], 4: [0, 5, 5, 8, count]}.get(ranks, [0, count])
+    return [slice(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def expert_parallel(
+    parts: Parts, ranks: int, scheme: str, act: str, exchange: str, placement: Placement, payload: str | None
+) -> dict[str, float | bool]:
+    """The layer on some ranks against the same layer on one: equal bits, and the relative difference."""
+    part = parts[ranks]
+    if part is None:
+        return {}
+    w13, w2 = layer_of(scheme)
+    x, weights, ids = tokens()
+    whole = fpk.moe_experts(x, weights, ids, w13, w2, act=act)
+    mine = placement.ranks[part.rank]
+    w13, w2 = held(w13, mine), held(w2, mine)
+
+    def experts(rows, weights, ids):
+        return fpk.moe_experts(rows, weights, ids, w13, w2, act=act, expert_map=layer.expert_map)
+
+    layer = ExpertParallel(part, placement, exchange, payload)
+    even = TOKENS // part.size
+    at = slices(part.size)[part.rank] if exchange == "all_to_all" else slice(part.rank * even, (part.rank + 1) * even)
+    out = layer(x[at], weights[at], ids[at], experts)
+    return compare(out, whole[at])
+
+
+def tensor_parallel_experts(parts: Parts, ranks: int, scheme: str, act: str) -> dict[str, float | bool]:
+    part = parts[ranks]
+    if part is None:
+        return {}
+    w13, w2 = layer_of(scheme)
+    x, weights, ids = tokens()
+    whole = fpk.moe_experts(x, weights, ids, w13, w2, act=act)
+    out = fpk.moe_experts(x, weights, ids, *shard_experts(w13, w2, part.rank, part.size), act=act)
+    return compare(part.all_reduce(out.float()).to(out.dtype), whole)
+
+
+def tensor_parallel_linear(parts: Parts, ranks: int, method: str, split: str) -> dict[str, float | bool]:
+    """A layer cut between ranks, its amaxes reduced over them, against the whole layer."""
+    from fpk import methods
+
+    part = parts[ranks]
+    if part is None:
+        return {}
+    widths = (192, 64, 64)
+    shards = [normal(n, WIDE, seed=n + i) for i, n in enumerate(widths)]
+    shards[2][-1, -1] = 9.0  # only one rank sees the largest element
+    made = getattr(methods, method)
+    whole = filled(methods.Linear(WIDE, widths, quant_method=made()), shards)
+    layer = methods.Linear(
+        WIDE,
+        widths,
+        quant_method=made(),
+        split=split,
+        tp_size=part.size,
+        tp_rank=part.rank,
+        tp_group=part.process_group,
+    )
+    filled(layer, shards)
+    x = normal(TOKENS, WIDE, seed=8)
+    expected = whole(x)
+    if split == "column":
+        ends = [sum(widths[:i]) for i in range(3)]
+        rows = [r for e, n in zip(ends, widths, strict=True)
+                for r in range(e + part.rank * n // part.size, e + (part.rank + 1) * n // part.size)]  # fmt: skip
+        return compare(layer(x), expected[:, rows])
+    width = WIDE // part.size
+    mine = x[:, part.rank * width : (part.rank + 1) * width].contiguous()
+    out = row_parallel(part, layer, mine, fp32=True)
+    scattered = row_parallel(part, layer, mine, fp32=True, scatter=True)
+    even = TOKENS // part.size
+    same = torch.equal(scattered, out[part.rank * even : (part.rank + 1) * even])
+    return compare(out, expected) | dict(scattered=same)
+
+
+def filled(layer, shards):
+    for i, w in enumerate(shards):
+        layer.weight.weight_loader(layer.weight, w, i)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def compare(out: Tensor, expected: Tensor) -> dict[str, float | bool]:
+    if out.shape != expected.shape or out.dtype != expected.dtype:
+        raise AssertionError(f"{tuple(out.shape)} {out.dtype}, expected {tuple(expected.shape)} {expected.dtype}")
+    return dict(equal=bool(torch.equal(bits(out), bits(expected))), error=float(rel_error(out, expected)))
+
+
+def method_layer(method: str, expert_map: Tensor | None, part: Group | None) -> Any:
+    """An expert layer of an engine with this method, loaded; this rank's part of I where `part` shares it."""
+    from fpk import methods
+
+    ranks = 1 if part is None else part.size
+    moe = methods.MoEConfig(
+        EXPERTS, TOP_K, H, INNER // ranks, tp_size=ranks, tp_rank=0 if part is None else part.rank,
+        tp_group=None if part is None else part.process_group,
+    )  # fmt: skip
+    layer = methods.RoutedExperts(moe, prefix="p.experts", expert_map=expert_map)
+    layer.quant_method = getattr(methods, method)(layer=layer)
+    local = EXPERTS if expert_map is None else int((expert_map >= 0).sum())
+    layer.quant_method.create_weights(layer, local, H, INNER // ranks, torch.bfloat16)
+    w13, w2 = layer_of("bf16")
+    for name, shard, values in (("w13", "w1", w13[:, :INNER]), ("w13", "w3", w13[:, INNER:]), ("w2", "w2", w2)):
+        for e in range(EXPERTS):
+            parameter = dict(layer.named_parameters())[f"{name}_weight"]
+            parameter.weight_loader(parameter, values[e], f"{name}.{shard}", shard_id=shard, expert_id=e)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def expert_method(parts: Parts, ranks: int, method: str, placement: Placement | None) -> dict[str, float | bool]:
+    """A method's layer with its experts, or without a placement its I, on some ranks, against the whole layer."""
+    part = parts[ranks]
+    if part is None:
+        return {}
+    x, weights, ids = tokens()
+    whole_layer = method_layer(method, None, None)
+    whole = whole_layer.quant_method.apply(whole_layer, x, weights, ids)
+    if placement is None:
+        layer = method_layer(method, None, part)
+        out = layer.quant_method.apply(layer, x, weights, ids)
+        return compare(part.all_reduce(out.float()).to(out.dtype), whole)
+    layer = method_layer(method, placement.expert_map(part.rank), None)
+    at = slices(part.size)[part.rank]
+    run = ExpertParallel(part, placement)
+    return compare(run(x[at], weights[at], ids[at], functools.partial(layer.quant_method.apply, layer)), whole[at])
+
+
+def uncovered(parts: Parts, ranks: int) -> str:
+    """Expert maps that leave expert 3 out: what every rank is told."""
+    part = parts[ranks]
+    if part is None:
+        return ""
+    expert_map = torch.tensor([[0, 1, -1, -1], [-1, -1, 0, -1]][part.rank], dtype=torch.int32)
+    try:
+        Placement.gathered(part, expert_map)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def disagreeing(parts: Parts, ranks: int) -> str:
+    """Ranks that were built with different placements: what every rank is told."""
+    part = parts[ranks]
+    if part is None:
+        return ""
+    try:
+        ExpertParallel(part, Placement.linear(10 + part.rank, part.size))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def dying(parts: Parts, ranks: int) -> tuple[str, float]:
+    """The last rank dies in the middle of a layer: what the others are told, and after how many seconds."""
+    part = parts[ranks]
+    assert part is not None
+    layer = ExpertParallel(part, Placement.linear(EXPERTS, part.size))
+    part.barrier()
+    if part.rank == part.size - 1:
+        os._exit(1)
+    x, weights, ids = tokens()
+    begun = time.monotonic()
+    try:
+        layer(x, weights, ids, lambda rows, *_: rows)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begun
+    return "nothing", 0.0

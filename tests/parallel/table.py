@@ -1,0 +1,123 @@
+"""The table of parallel layers: which method, by which scheme, gives on several ranks what it gives on one.
+
+python tests/parallel/table.py results/parallel.csv
+"""
+
+import csv
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import world
+
+from fpk.parallel import Placement
+
+COLUMNS = ("TP2", "TP4", "EP2", "EP4 uneven")
+UNEVEN = Placement(((3, 1), (0, 2, 4, 9, 5), (8,), (6, 7)), 10)
+
+# What a difference may be. Sums of ranks are rounded once more; activations that are quantized by the row are quantized
+# by this rank's part of it where ranks share the row, so the codes themselves differ: it is the format's own step.
+SUM = 5e-3
+LINEAR = {
+    "Fp8PerTensorOnlineLinearMethod": ("fp8_tensor:fp8_token", 5e-2),
+    "Fp8PtpcOnlineLinearMethod": ("fp8_channel:fp8_token", 5e-2),
+    "Fp8PerBlockOnlineLinearMethod": ("fp8_block128:fp8_group128", SUM),
+    "Int8PtpcOnlineLinearMethod": ("int8_channel:int8_token", 2e-2),
+}
+EXPERTS = {
+    "Fp8PerTensorOnlineMoEMethod": ("fp8_tensor:fp8_token", 5e-2),
+    "Fp8PtpcOnlineMoEMethod": ("fp8_channel:fp8_token", 5e-2),
+    "Fp8PerBlockOnlineMoEMethod": ("fp8_block128:fp8_group128", SUM),
+    "Int8PtpcOnlineMoEMethod": ("int8_channel:int8_token", 3e-2),
+    "Int8WeightOnlyOnlineMoEMethod": ("int8_channel:none", SUM),
+    "Mxfp8OnlineMoEMethod": ("mxfp8_e4m3:mxfp8_e4m3", SUM),
+    "Mxfp4OnlineMoEMethod": ("mxfp4:none", SUM),
+    "Nvfp4OnlineMoEMethod": ("nvfp4:none", SUM),
+}
+# fpk.moe_experts with the payload that tokens travel in
+FUNCTIONS = {
+    "bf16:none": (None, SUM),
+    "fp8_channel:fp8_token": ("fp8_token", 5e-2),
+    "fp8_block128:fp8_group128": ("fp8_group128", SUM),
+    "int8_channel:int8_token": ("int8_token", 3e-2),
+}
+
+
+# what goes wrong at the end, and on how many ranks; the last leaves the world with a rank less
+FAULTS = {"uncovered": 2, "disagreeing": 2, "dying": 4}
+
+
+def placements(column: str) -> tuple[int, Placement | None]:
+    ranks = int(column[2])
+    return ranks, None if column.startswith("TP") else UNEVEN if "uneven" in column else Placement.linear(10, ranks)
+
+
+def cells() -> list[tuple[str, str, str, str, float, str, tuple[Any, ...]]]:
+    """(method, scheme, column, what is compared, bound, check, its arguments)."""
+    found: list[tuple[str, str, str, str, float, str, tuple[Any, ...]]] = []
+    for column in COLUMNS:
+        ranks, placement = placements(column)
+        for method, (scheme, bound) in LINEAR.items():
+            if placement is None:
+                found.append(
+                    (method, scheme, column, "column", 0.0, "tensor_parallel_linear", (ranks, method, "column"))
+                )
+                found.append((method, scheme, column, "row", bound, "tensor_parallel_linear", (ranks, method, "row")))
+        for method, (scheme, bound) in EXPERTS.items():
+            limit = bound if placement is None else EP
+            found.append((method, scheme, column, "layer", limit, "expert_method", (ranks, method, placement)))
+        for scheme, (payload, bound) in FUNCTIONS.items():
+            weight, act = scheme.split(":")
+            if placement is None:
+                arguments: tuple[Any, ...] = (ranks, weight, act)
+                found.append(("moe_experts", scheme, column, "layer", bound, "tensor_parallel_experts", arguments))
+                continue
+            for exchange, limit in (("all_to_all", EP), ("gather", SUM)):
+                if exchange == "gather" or column == "EP2" or payload:
+                    arguments = (ranks, weight, act, exchange, placement, payload)
+                    found.append(("moe_experts", scheme, column, exchange, limit, "expert_parallel", arguments))
+    return found
+
+
+# Rows travel by themselves and are summed in order: equal bits where a product does not depend on how many rows it has.
+# The references' are torch's, and those may differ by a rounding.
+EP = 1e-3
+
+
+def results() -> dict[str, list[Any]]:
+    """The answers of four ranks to every cell, by its number."""
+    import checks
+
+    asked = [(str(i), getattr(checks, cell[5]), cell[6]) for i, cell in enumerate(cells())]
+    asked += [(name, getattr(checks, name), (ranks,)) for name, ranks in FAULTS.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        answers = world.run(4, asked, str(Path(folder) / "store"))
+    return {n: [str(a) if isinstance(a, Exception) else a for a in given] for n, given in answers.items()}
+
+
+def verdict(answers: list[Any]) -> tuple[bool, float]:
+    """Are the bits equal on every rank that took part, and how large is the largest difference? Raises on an error."""
+    given = [a for a in answers if a != {}]
+    for answer in given:
+        if isinstance(answer, str):
+            raise AssertionError(answer)
+    assert given, "no rank answered"
+    assert all(a.get("scattered", True) for a in given), "reduce-scatter and all-reduce differ"
+    return all(a["equal"] for a in given), max(math.nan if a["error"] != a["error"] else a["error"] for a in given)
+
+
+def main(path: str) -> None:
+    answers = results()
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["method", "scheme", "column", "what", "equal", "difference", "bound"])
+        for i, (method, scheme, column, what, bound, *_) in enumerate(cells()):
+            equal, error = verdict(answers[str(i)])
+            assert equal or error <= bound, f"{method} {scheme} {column} {what}: {error} > {bound}"
+            writer.writerow([method, scheme, column, what, int(equal), f"{error:.1e}", bound])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,137 @@
+"""Layers on several ranks give what they give on one; a fault on one rank ends with an error on all."""
+
+import threading
+import time
+
+import pytest
+import torch
+from shared_run import once
+from table import EP, FAULTS, cells, results, verdict
+
+from fpk.db import Empty, MemorySource, Tables
+from fpk.parallel import Placement, join
+from fpk.parallel.watch import Watch
+
+CELLS = cells()
+
+
+@pytest.fixture(scope="session")
+def answers():
+    return once("parallel", results)
+
+
+@pytest.mark.parametrize("number", range(len(CELLS)), ids=lambda i: "-".join(CELLS[i][:4]).replace(" ", "_"))
+def test_ranks_give_what_one_gives(number, answers):
+    *_, bound, _check, _arguments = CELLS[number]
+    equal, error = verdict(answers[str(number)])
+    assert equal or error <= bound
+
+
+def test_most_layers_with_experts_on_ranks_are_equal_in_every_bit(answers):
+    placed = [i for i, cell in enumerate(CELLS) if cell[4] == EP]
+    equal = [verdict(answers[str(i)])[0] for i in placed]
+    assert sum(equal) >= 0.7 * len(placed)
+
+
+def test_an_expert_that_no_rank_has(answers):
+    assert answers["uncovered"][:2] == ["placement: no rank has expert 3 of 4"] * 2
+
+
+def test_ranks_with_different_placements(answers):
+    for message in answers["disagreeing"][:2]:
+        assert message.startswith("placement of experts: expected the same on every rank, but rank 0 has ((0, 1,")
+
+
+def test_a_rank_that_dies(answers):
+    size = FAULTS["dying"]
+    for message, seconds in answers["dying"][: size - 1]:
+        assert message.split(":")[0] == "all_to_all" and "lost the others" in message
+        assert seconds < 30
+
+
+# ---- what needs no processes: ranks are threads that share a store -------------------------------------------------
+def together(count, work):
+    """work(rank) in `count` threads: what each raised, and how long it took."""
+    ends: list[tuple[Exception | None, float]] = [(None, 0.0)] * count
+
+    def main(rank):
+        begun = time.monotonic()
+        try:
+            work(rank)
+        except Exception as error:
+            ends[rank] = error, time.monotonic() - begun
+
+    threads = [threading.Thread(target=main, args=(r,)) for r in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return ends
+
+
+def test_a_rank_with_another_database():
+    store = torch.distributed.HashStore()
+    databases = [Tables(MemorySource({"nv-x-sm90-1/amax.csv": f"rank {rank}"})) for rank in (0, 0, 1)]
+    ends = together(3, lambda r: join(r, 3, store, device="cpu", database=databases[r], timeout_s=20))
+    for error, _ in ends:
+        assert isinstance(error, RuntimeError)
+        assert str(error).startswith("autotune database: expected the same on every rank, but rank 0 has ")
+        assert "rank 2 has" in str(error)
+
+
+def test_a_rank_that_does_not_come():
+    store = torch.distributed.HashStore()
+    ends = together(2, lambda r: join(r, 3, store, device="cpu", database=Empty(), timeout_s=1))
+    for error, seconds in ends:
+        assert str(error) == "number of ranks: rank 2 did not answer within 1 s"
+        assert seconds < 10
+
+
+def test_a_rank_of_another_world():
+    store = torch.distributed.HashStore()
+    ends = together(2, lambda r: join(r, 2 + r, store, device="cpu", database=Empty(), timeout_s=1))
+    assert str(ends[0][0]) == "number of ranks: expected the same on every rank, but rank 0 has 2, rank 1 has 3"
+
+
+def test_a_silent_rank_is_noticed():
+    store = torch.distributed.HashStore()
+    watches = [Watch(store, r, 3, patience_s=1.0, beat_s=0.1) for r in range(3)]
+    time.sleep(0.5)
+    watches[2]._ended.set()  # it dies
+    watches[1].stop()  # it leaves
+    until = time.monotonic() + 20
+    while not watches[0].lost and time.monotonic() < until:
+        time.sleep(0.05)
+    with pytest.raises(RuntimeError, match="rank 0 of 3: rank 2 gave no sign of life for 1 s"):
+        watches[0].check()
+    watches[0].stop()
+    watches[1].check()
+
+
+# ---- placements ----------------------------------------------------------------------------------------------------
+def test_placements():
+    assert Placement.linear(10, 4).ranks == ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
+    assert Placement.round_robin(5, 2).ranks == ((0, 2, 4), (1, 3))
+    assert Placement.linear(10, 4).expert_map(1).tolist() == [-1, -1, -1, 0, 1, 2, -1, -1, -1, -1]
+    assert Placement.linear(10, 4).owners().tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    maps = [Placement.round_robin(5, 2).expert_map(r).tolist() for r in range(2)]
+    assert Placement.of_maps(maps) == Placement.round_robin(5, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (((0, 1), (1, 2)), "expert 1 is on rank 0 and on rank 1"),
+        (((0, 1), (2, 3)), r"expected experts 0\.\.2, got 3 on rank 1"),
+        (((0,), (2,)), "no rank has expert 1 of 3"),
+    ],
+)
+def test_placements_that_do_not_hold(ranks, message):
+    with pytest.raises(ValueError, match=f"placement: {message}"):
+        Placement(ranks, 3)
+
+
+def test_expert_maps_that_do_not_count():
+    with pytest.raises(ValueError, match=r"placement: expected local numbers 0\.\.1 on rank 0, got \[0, 2\]"):
+        Placement.of_maps([[0, 2, -1], [-1, -1, 0]])
