@@ -298,8 +298,8 @@ def parse_layer_scheme(text: "str | LayerScheme") -> LayerScheme:
 def static_schemes() -> list[str]:
     """Names of static activations: of each scheme that has one scale for the whole tensor, or a second one above its
     blocks', and no zero point."""
-    one = (s for s in SCHEMES.values() if max(s.granularity.rows, s.granularity.cols) < 0 or "global_scale" in s.outputs)
-    return [f"{s}{STATIC}" for s in one if "zero_point" not in s.outputs]
+    whole = (s for s in SCHEMES.values() if max(s.granularity.rows, s.granularity.cols) < 0 or len(s.outputs) == 3)
+    return [f"{s}{STATIC}" for s in whole if "zero_point" not in s.outputs]
 
 
 def plain_bytes(codes: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fpk._saving import save_quantized
-from fpk.api import Quantized
 from fpk.methods._dense import (
     BLOCK_SUFFIXES,
     Dense,
@@ -30,6 +29,7 @@ from fpk.methods._dense import (
     read_layer,
     read_scales,
     refuse_codes,
+    values_shape,
 )
 from fpk.methods._families import dialect_of
 from fpk.methods.checkpoint import FLOATS, Checkpoint, StoredTensor
@@ -224,10 +224,8 @@ class _Plan:
     def _state_of(self, layer: str) -> list[str]:
         """Names in a layer that its stored tensors fill, the bias only if it is stored."""
         has_bias = all("bias" in part.parts for part in self.layers[layer])
-        names = ("weight", "weight_scale", "input_scale", "bias") if has_bias else (
-            "weight", "weight_scale", "input_scale"
-        )  # fmt: skip
-        return list(names)
+        names = ["weight", "weight_scale", "weight_global_scale", "weight_zero_point", "input_scale"]
+        return [*names, "bias"] if has_bias else names
 
     def _is_further_layer(self, name: str) -> bool:
         """Is it of a layer behind the model's last (multi-token prediction)?"""
@@ -242,7 +240,7 @@ class _Plan:
                 raise ValueError(f"{parts[0].weight}: expected a linear layer {name}, got {type(module).__name__}")
             for part in parts:
                 read_scales(self.source, part)  # checks header and values
-            shape = (sum(p.weight.shape[0] for p in parts), parts[0].weight.shape[1])
+            shape = (sum(p.weight.shape[0] for p in parts), values_shape(parts[0])[1])
             if shape != (module.out_features, module.in_features):
                 wanted = (module.out_features, module.in_features)
                 raise ValueError(f"{parts[0].weight}: expected {wanted} for {name}, got {shape}")
@@ -280,8 +278,7 @@ class _Plan:
         if bias is not None and all("bias" in part.parts for part in parts):
             stored = torch.cat([self.source.read(part.parts["bias"].name).float() for part in parts])
             bias = stored.to(device, bias.dtype)
-        weight = Quantized(dense.codes, dense.scale, dense.scheme.name, check=False)
-        return QuantizedLinear(weight, dense.activation, bias, dense.input_scale).train(module.training)
+        return QuantizedLinear(dense.weight, dense.activation, bias, dense.input_scale).train(module.training)
 
 
 def _check_plain(stored: StoredTensor, place: Tensor) -> None:

@@ -152,7 +152,6 @@ def dequantize_checkpoint(source: Path, target: Path, dtype: str = "bfloat16", m
     """
     import torch
 
-    from fpk.formats import expand_groups
     from fpk.methods._dense import check_layer, read_layer, refuse_codes
     from fpk.methods._writing import ShardWriter, new_directory, write_json
     from fpk.methods.checkpoint import Checkpoint
@@ -170,9 +169,7 @@ def dequantize_checkpoint(source: Path, target: Path, dtype: str = "bfloat16", m
         shards = ShardWriter(made, most)
         for layer in found.layers.values():
             dense = read_layer(checkpoint, layer, native=False)
-            rows, cols = dense.scheme.granularity.rows, dense.scheme.granularity.cols
-            values = dense.codes.float() * expand_groups(dense.scale, tuple(dense.codes.shape), rows, cols)
-            shards.add(f"{layer.name}.weight", values.to(dtypes[dtype]))
+            shards.add(f"{layer.name}.weight", dense.weight.dequantize(dtypes[dtype]))
             if "bias" in layer.parts:
                 shards.add(layer.parts["bias"].name, checkpoint.read(layer.parts["bias"].name))
         for name in found.plain:

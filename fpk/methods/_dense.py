@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fpk.api import Quantized
 from fpk.check import expect_valid_scale, fp8_dtype
-from fpk.formats import E8M0, FP8, INT8, Scheme, decode, scheme_of
+from fpk.formats import E4M3FN, E8M0, FP8, INT8, Scheme, decode, scheme_of
 from fpk.methods._families import KV_PROJECTIONS, KV_SCALES, ROLES, Dialect, LayerSpec
 from fpk.methods.checkpoint import CODES, DTYPES, FLOATS, Checkpoint, StoredTensor
 
@@ -147,52 +148,93 @@ def refuse_codes(stored: StoredTensor) -> None:
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer as fpk runs it: codes (N, K), scale of the scheme's shape in fp32, input_scale (1, 1) or None."""
+    """A linear layer as fpk runs it: codes (N, K) as the scheme stores them, scale of the scheme's shape, input_scale
+    (1, 1) of static activations or None, and for NVFP4 global_scale (1, 1) or (N, 1)."""
 
     codes: Tensor
     scale: Tensor
     scheme: Scheme
     activation: str | None
     input_scale: Tensor | None
+    global_scale: Tensor | None = None
+
+    @property
+    def weight(self) -> Quantized:
+        return Quantized(
+            self.codes, self.scale, self.scheme.name, global_scale=self.global_scale, check=False
+        )  # fmt: skip
 
 
 def check_layer(layer: StoredLayer) -> Scheme:
     """Check what the header tells of a layer; its weights' scheme.
 
     Raises:
-        NotImplementedError: fpk has no layer for the scheme, or for stacked weights; names tensor and scheme.
+        NotImplementedError: fpk has no layer for the scheme, or for a stack of matrices; names tensor and scheme.
         ValueError: a dtype or shape that does not fit the scheme, a missing scale.
     """
     spec, weight = layer.spec, layer.weight
     if spec.unsupported:
         raise NotImplementedError(f"{weight}: {spec}: {spec.unsupported}")
     if len(weight.shape) != 2:
-        raise NotImplementedError(
-            f"{weight}: {spec}: expected a matrix, stacked weights {weight.shape} have no layer yet"
-        )
+        raise NotImplementedError(f"{weight}: {spec}: expected a matrix, got {list(weight.shape)}")
+    if "pre_quant_scale" in layer.parts:
+        raise NotImplementedError(f"{layer.parts['pre_quant_scale']}: {spec} with a pre_quant_scale has no layer yet")
     scheme = scheme_of(spec.weight)
-    wanted = ("I8",) if scheme.format is INT8 else [n for n in CODES if DTYPES.get(n) in FP8]
+    wanted = stored_dtypes(scheme)
     if weight.dtype not in wanted:
         raise ValueError(f"{weight}: expected {' or '.join(wanted)} for {spec.weight}, got {weight.dtype}")
-    for role in ("weight_global_scale", "input_global_scale", "pre_quant_scale"):
-        if role in layer.parts:
-            raise NotImplementedError(f"{layer.parts[role]}: {spec} with a {role} has no layer yet")
-    _check_scale(layer.parts["weight_scale"], _scale_shapes(scheme, weight.shape), spec.weight, ("F8_E8M0",))
+    scales = {"e8m0": ("U8", "F8_E8M0"), "e4m3fn": ("F8_E4M3",)}.get(scheme.scale_format, (*FLOATS, "F8_E8M0"))
+    _check_scale(layer.parts["weight_scale"], _scale_shapes(scheme, values_shape(layer)), spec.weight, scales)
+    has_global = "global_scale" in scheme.outputs
+    if has_global != ("weight_global_scale" in layer.parts):
+        if has_global:
+            raise ValueError(f"{weight}: expected {layer.name}.weight_scale_2 for {spec}, there is none")
+        raise NotImplementedError(f"{layer.parts['weight_global_scale']}: {spec} with a second scale has no layer yet")
+    if has_global:
+        _check_scale(layer.parts["weight_global_scale"], ONE, spec.weight)
     if spec.activation and spec.activation.endswith("_static"):
-        if "input_scale" not in layer.parts:
+        role = input_role(layer)
+        if role is None:
             raise ValueError(f"{weight}: expected {layer.name}.input_scale for {spec}, there is none")
-        _check_scale(layer.parts["input_scale"], [(), (1,), (1, 1)], spec.activation)
+        _check_scale(layer.parts[role], ONE, spec.activation)
     return scheme
 
 
+ONE: list[tuple[int, ...]] = [(), (1,), (1, 1)]
+"""Shapes of a scale of a whole tensor."""
+
+
+def stored_dtypes(scheme: Scheme) -> list[str]:
+    """Dtypes that a checkpoint has a scheme's codes in."""
+    if scheme.packed:
+        return ["U8", "I8"]
+    if scheme.format is INT8:
+        return ["I8"]
+    if scheme.product:  # microscaled: one FP8 type
+        return [n for n in CODES if DTYPES.get(n) is scheme.format.dtype]
+    return [n for n in CODES if DTYPES.get(n) in FP8]
+
+
+def values_shape(layer: StoredLayer) -> tuple[int, int]:
+    """(N, K) of a layer's values."""
+    (rows, cols), scheme = layer.weight.shape, scheme_of(layer.spec.weight)
+    return rows, cols * 8 // scheme.format.bits if scheme.packed else cols
+
+
+def input_role(layer: StoredLayer) -> str | None:
+    """Which part has the static scale of the activations: NVFP4's has two names."""
+    names = ("input_global_scale", "input_scale") if layer.spec.weight == "nvfp4" else ("input_scale",)
+    return next((name for name in names if name in layer.parts), None)
+
+
 def _check_scale(
-    tensor: StoredTensor, shapes: Sequence[tuple[int, ...]], scheme: str, more: tuple[str, ...] = ()
+    tensor: StoredTensor, shapes: Sequence[tuple[int, ...]], scheme: str, dtypes: tuple[str, ...] = FLOATS
 ) -> None:
     if tensor.shape not in shapes:
         told = " or ".join(str(list(s)) for s in shapes)
         raise ValueError(f"{tensor}: expected {told} for {scheme}, got {list(tensor.shape)}")
-    if tensor.dtype not in (*FLOATS, *more):
-        raise ValueError(f"{tensor}: expected {' or '.join((*FLOATS, *more))}, got {tensor.dtype}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{tensor}: expected {' or '.join(dtypes)}, got {tensor.dtype}")
 
 
 def _scale_shapes(scheme: Scheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -208,8 +250,17 @@ def _scale_shapes(scheme: Scheme, shape: tuple[int, ...]) -> list[tuple[int, ...
     return shapes
 
 
-def read_scales(checkpoint: Checkpoint, layer: StoredLayer) -> tuple[Tensor, Tensor | None]:
-    """A layer's weight scale and static input scale, fp32 of rank 2, checked.
+@dataclass(frozen=True)
+class Scales:
+    """A layer's scales, checked: of the scheme's shape; (1, 1) fp32 or None."""
+
+    weight: Tensor
+    over: Tensor | None = None
+    input: Tensor | None = None
+
+
+def read_scales(checkpoint: Checkpoint, layer: StoredLayer) -> Scales:
+    """A layer's scales: multipliers, whatever the family calls and stores them.
 
     Raises:
         ValueError: a scale that is not finite and positive.
@@ -219,11 +270,16 @@ def read_scales(checkpoint: Checkpoint, layer: StoredLayer) -> tuple[Tensor, Ten
     for role in ("weight_zero_point", "input_zero_point"):
         if role in layer.parts and bool((checkpoint.read(layer.parts[role].name) != 0).any()):
             raise NotImplementedError(f"{layer.parts[role]}: {layer.spec} with zero points has no layer yet")
-    shape = scheme.granularity.scale_shape(layer.weight.shape)
-    scale = _values(checkpoint, layer.parts["weight_scale"]).reshape(shape)
-    if not (layer.spec.activation or "").endswith("_static"):
-        return scale, None
-    return scale, _values(checkpoint, layer.parts["input_scale"]).reshape(1, 1)
+    shape = scheme.granularity.scale_shape(values_shape(layer))
+    stored = layer.parts["weight_scale"]
+    scale = _block_scales(checkpoint, stored, scheme) if scheme.scale_format != "fp32" else _values(checkpoint, stored)
+    over = _values(checkpoint, layer.parts["weight_global_scale"]) if "global_scale" in scheme.outputs else None
+    given = None
+    if (layer.spec.activation or "").endswith("_static"):
+        given = _values(checkpoint, layer.parts[str(input_role(layer))]).reshape(1, 1)
+    if layer.spec.divides:
+        over, given = (None if t is None else 1 / t for t in (over, given))
+    return Scales(scale.reshape(shape), None if over is None else over.reshape(1, 1), given)
 
 
 def _values(checkpoint: Checkpoint, tensor: StoredTensor) -> Tensor:
@@ -231,6 +287,16 @@ def _values(checkpoint: Checkpoint, tensor: StoredTensor) -> Tensor:
     values = decode(read.view(torch.uint8), E8M0) if tensor.dtype == "F8_E8M0" else read.to(torch.float32, copy=True)
     expect_valid_scale(str(tensor), values)
     return values
+
+
+def _block_scales(checkpoint: Checkpoint, tensor: StoredTensor, scheme: Scheme) -> Tensor:
+    """e8m0 bytes, or e4m3 values, as they are stored; of which none is NaN."""
+    read = checkpoint.read(tensor.name)
+    raw = read.view(torch.uint8)
+    bad = raw == E8M0.nan_code if scheme.scale_format == "e8m0" else raw >= E4M3FN.nan_code  # NaN, or negative
+    if bool(bad.any()):
+        raise ValueError(f"{tensor}: expected finite positive scales, {int(bad.sum())} of {bad.numel()} are not")
+    return raw if scheme.scale_format == "e8m0" else read
 
 
 def read_layer(
@@ -246,21 +312,23 @@ def read_layer(
         NotImplementedError: as `check_layer` and `read_scales`.
     """
     scheme = check_layer(layer)
-    scale, input_scale = read_scales(checkpoint, layer)
+    scales = read_scales(checkpoint, layer)
+    scale, given = scales.weight, scales.input
     codes = checkpoint.read(layer.weight.name).to(device, copy=True)
     if codes.dtype is torch.float8_e4m3fn:
         count = int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum())
         if count:
             raise ValueError(f"{layer.weight}: expected finite codes, {count} of {codes.numel()} are NaN")
-        if native and fp8_dtype(codes.device) is not codes.dtype:
+        if native and not scheme.product and fp8_dtype(codes.device) is not codes.dtype:
             from fpk.methods.fp8 import in_format  # here: it brings triton, which reading headers does without
 
             codes = in_format(codes, fp8_dtype(codes.device))  # fnuz: the same code means half as much
             scale = scale * 2
-            input_scale = None if input_scale is None else input_scale * 2
-    if input_scale is not None:
-        input_scale = input_scale.to(device)
-    return Dense(codes, scale.to(device), scheme, layer.spec.activation, input_scale)
+            given = None if given is None else given * 2
+    if scheme.packed:
+        codes = codes.view(torch.uint8)
+    over, given = (None if t is None else t.to(device) for t in (scales.over, given))
+    return Dense(codes, scale.to(device, copy=True), scheme, layer.spec.activation, given, over)
 
 
 def join(what: str, parts: Sequence[Dense]) -> Dense:
@@ -284,6 +352,11 @@ def join(what: str, parts: Sequence[Dense]) -> Dense:
         widths = [p.codes.shape[0] for p in parts]
         raise ValueError(f"{what}: expected parts of multiples of {rows} rows for {scheme}, got {widths}")
     codes = torch.cat([p.codes.view(torch.uint8) for p in parts]).view(first.codes.dtype)
+    joined = torch.cat([s.contiguous().view(torch.uint8) for s in scales]).view(scales[0].dtype)
+    over = [p.global_scale.expand(p.codes.shape[0], 1) for p in parts if p.global_scale is not None]
     inputs = [p.input_scale for p in parts if p.input_scale is not None]
     largest = torch.stack(inputs).amax(0) if inputs else None
-    return replace(first, codes=codes, scale=torch.cat(scales).contiguous(), scheme=scheme, input_scale=largest)
+    return replace(
+        first, codes=codes, scale=joined, scheme=scheme, input_scale=largest,
+        global_scale=torch.cat(over).contiguous() if over else None,
+    )  # fmt: skip

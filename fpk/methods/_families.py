@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fpk.formats import per_block
 from fpk.methods.skip import is_layer_skipped
 
 ROLES = {
@@ -47,11 +48,13 @@ class LayerSpec:
         weight: name of a scheme, or, if no layer of fpk has it, what it is called.
         activation: what `QuantizedLinear` calls its activations, None for weight-only.
         unsupported: why there is no layer for it; empty if there is one.
+        divides: do the second scales of NVFP4 divide, as compressed-tensors has them?
     """
 
     weight: str
     activation: str | None = None
     unsupported: str = ""
+    divides: bool = False
 
     def __str__(self) -> str:
         return f"{self.weight}:{self.activation or 'none'}" if not self.unsupported else self.weight
@@ -185,13 +188,11 @@ class NamedSpecs:
         return self.skips.unmatched()
 
 
-def block_spec(what: str, size: Any, activation: str | None = "fp8_group128") -> LayerSpec:
-    """FP8 weights with block scales."""
+def block_spec(what: str, size: Any, powers: str = "") -> LayerSpec:
+    """FP8 weights with block scales, and activations by group; `powers`: "_e8m0" if theirs are powers of two."""
     if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
         raise ValueError(f"{what}: expected [rows, columns], got {size!r:.80}")
-    if list(size) == [128, 128]:
-        return LayerSpec("fp8_block128", activation)
-    return unsupported(f"fp8_block{size[0]}x{size[1]}", "fpk's layers have blocks of 128 x 128")
+    return LayerSpec(f"fp8_{per_block(*size).name}", f"fp8_group{size[1]}{powers}")
 
 
 def _fp8(config: Mapping[str, Any], fused: Mapping[str, Any]) -> OneSpec:
@@ -206,10 +207,8 @@ def _fp8(config: Mapping[str, Any], fused: Mapping[str, Any]) -> OneSpec:
         return OneSpec("fp8", one, skips)
     if scheme != "dynamic":
         raise ValueError("quantization_config.activation_scheme: expected dynamic with weight_block_size, got 'static'")
-    made = OneSpec("fp8", block_spec("quantization_config.weight_block_size", size), skips)
-    if config.get("scale_fmt") == "ue8m0":
-        made.notes.append("scale_fmt ue8m0: activations get fp32 scales here, not powers of two")
-    return made
+    powers = "_e8m0" if config.get("scale_fmt") == "ue8m0" else ""
+    return OneSpec("fp8", block_spec("quantization_config.weight_block_size", size, powers=powers), skips)
 
 
 def _fbgemm(config: Mapping[str, Any], fused: Mapping[str, Any]) -> OneSpec:
@@ -226,6 +225,11 @@ MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": LayerSpec("fp8_channel", "fp8_token"),
     "FP8_PB_WO": LayerSpec("fp8_block128", None),
     "W8A8_SQ_PER_CHANNEL": LayerSpec("int8_channel", "int8_tensor_static"),
+    "NVFP4": LayerSpec("nvfp4", "nvfp4_static"),
+    "W4A16_NVFP4": LayerSpec("nvfp4", None),
+    "MXFP8": LayerSpec("mxfp8_e4m3", "mxfp8_e4m3"),
+    "MXFP4": LayerSpec("mxfp4", "mxfp4"),
+    "W4A8_MXFP4_FP8": LayerSpec("mxfp4", "fp8_token"),
 }
 
 
@@ -244,6 +248,11 @@ def _modelopt(config: Mapping[str, Any], fused: Mapping[str, Any]) -> Dialect:
             raise ValueError(f"quantization_config.quantized_layers: expected objects by layer, got {layers!r:.80}")
         by_name = {name: _algorithm(entry.get("quant_algo")) for name, entry in layers.items()}
         return NamedSpecs("modelopt", by_name, skips)
+    groups = inner.get("config_groups")
+    groups = groups if isinstance(groups, Mapping) else None
+    inputs = [isinstance(g, Mapping) and g.get("input_activations") for g in groups.values()] if groups else [True]
+    if algo.upper() == "NVFP4" and not any(inputs):
+        algo = "W4A16_NVFP4"  # the same name for weights alone
     return OneSpec("modelopt", _algorithm(algo), skips)
 
 
@@ -285,8 +294,9 @@ def dialect_of(config: Mapping[str, Any], fused: Mapping[str, Any] | None = None
     if method == "quark":
         return QuarkConfig.from_config(config, fused)
     if method in ("mxfp4", "mxfp8"):
+        one = LayerSpec("mxfp4", None) if method == "mxfp4" else LayerSpec("mxfp8_e4m3", "mxfp8_e4m3")
         return OneSpec(
-            method, unsupported(method),
+            method, one,
             SkipList(_first_list(config, ("ignored_layers", "modules_to_not_convert")), fp8_entries, fused),
         )  # fmt: skip
     readers = {"fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt}

@@ -13,6 +13,12 @@ from fpk.methods._families import LayerSpec, SkipList, block_spec, names, unsupp
 FORMATS = {"float-quantized": "float", "int-quantized": "int", "naive-quantized": ""}
 """Formats whose weights are one code an element, and the type of the codes; the others pack."""
 
+PACKED = {
+    "mxfp4-pack-quantized": "mxfp4", "mxfp6-pack-quantized": "mxfp6_e2m3", "mxfp8-quantized": "mxfp8_e4m3",
+    "nvfp4-pack-quantized": "nvfp4",
+}  # fmt: skip
+"""Formats of block-scaled weights, and their scheme."""
+
 
 @dataclass
 class CompressedTensorsConfig:
@@ -99,6 +105,8 @@ def _group_spec(what: str, group: Mapping[str, Any], layout: Any) -> LayerSpec:
         raise ValueError(f"{what}.weights: expected an object, got None")
     if _arguments(what, group, "output_activations") is not None:
         return unsupported(f"{layout} with quantized outputs")
+    if layout in PACKED:
+        return _packed_spec(what, layout, weights, inputs)
     if layout is not None and layout not in FORMATS:
         return unsupported(str(layout))
     weight = _weight(f"{what}.weights", weights)
@@ -108,6 +116,30 @@ def _group_spec(what: str, group: Mapping[str, Any], layout: Any) -> LayerSpec:
     if isinstance(activation, LayerSpec):
         return activation
     return LayerSpec(weight, activation)
+
+
+def _packed_spec(what: str, layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> LayerSpec:
+    """The spec of a block-scaled format, whose name says what the weights are; the arguments must agree."""
+    weight = PACKED[layout]
+    bits = {"mxfp4": 4, "mxfp6_e2m3": 6, "mxfp8_e4m3": 8, "nvfp4": 4}[weight]
+    size = 16 if weight == "nvfp4" else 32
+    if (weights.get("type"), weights.get("num_bits"), weights.get("group_size")) != ("float", bits, size):
+        return unsupported(f"{layout} with weights of {_told(weights)}")
+    if inputs is None:
+        return LayerSpec(weight, None, divides=weight == "nvfp4")
+    kind = (inputs.get("type"), inputs.get("num_bits"), inputs.get("group_size"), inputs.get("dynamic"))
+    if weight == "nvfp4":
+        if kind[:3] == ("float", 4, 16):  # "local": blocks follow the data, the scale above them is fixed
+            return LayerSpec(weight, "nvfp4_static" if kind[3] != True else "nvfp4", divides=True)  # noqa: E712
+    elif kind[0] == "float" and kind[2] == 32 and kind[3] is True:
+        activation = {4: "mxfp4", 6: "mxfp6_e2m3", 8: "mxfp8_e4m3"}.get(inputs.get("num_bits", 0))
+        if activation:
+            return LayerSpec(weight, activation)
+    else:
+        activation = _activation(f"{what}.input_activations", inputs)
+        if isinstance(activation, str):
+            return LayerSpec(weight, activation)
+    return unsupported(f"{layout} with input of {_told(inputs)}")
 
 
 def _arguments(what: str, group: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
@@ -135,8 +167,7 @@ def _weight(what: str, arguments: Mapping[str, Any]) -> str | LayerSpec:
     if strategy in ("tensor", "channel"):
         return f"{prefix}_{strategy}"
     if strategy == "block" and prefix == "fp8":
-        spec = block_spec(f"{what}.block_structure", arguments.get("block_structure"))
-        return spec if spec.unsupported else spec.weight
+        return block_spec(f"{what}.block_structure", arguments.get("block_structure")).weight
     if strategy == "group" and arguments.get("group_size") == 128:
         return f"{prefix}_group128"
     return unsupported(told)

@@ -114,7 +114,13 @@ def spec_of(what: str, config: Spec) -> LayerSpec | None:
         if config.get(key) is not None:
             return unsupported(f"{told}, quantized {key}")
     if len(weight) > 1 or len(inputs) > 1:
-        return unsupported(told)
+        return _two_stages(weight, inputs) or unsupported(told)
+    microscaled = _microscaled(weight[0])
+    if microscaled:
+        activation = "" if inputs else None
+        if inputs:
+            activation = _microscaled(inputs[0]) or _activation(inputs[0])
+        return unsupported(told) if activation == "" else LayerSpec(microscaled, activation)
     name = _weight(what, weight[0])
     activation = _activation(inputs[0]) if inputs else None
     if isinstance(name, LayerSpec):
@@ -122,6 +128,34 @@ def spec_of(what: str, config: Spec) -> LayerSpec | None:
     if name is None or activation == "" or (activation and activation.split("_")[0] != name.split("_")[0]):
         return unsupported(told)
     return LayerSpec(name, activation)
+
+
+MX_DTYPES = {"fp4": "mxfp4", "fp6_e2m3": "mxfp6_e2m3", "fp6_e3m2": "mxfp6_e3m2", "fp8_e4m3": "mxfp8_e4m3"}
+
+
+def _microscaled(spec: Spec) -> str:
+    """The scheme of a spec with a power of two for every 32 columns; "" for others."""
+    is_mx = spec.get("qscheme") == "per_group" and spec.get("group_size") == 32 and spec.get("scale_format") == "e8m0"
+    return MX_DTYPES.get(str(spec.get("dtype")), "") if is_mx else ""
+
+
+def _two_stages(weight: list[Spec], inputs: list[Spec]) -> LayerSpec | None:
+    """NVFP4: FP4 per group of 16, and FP8 per tensor for its scales; None for other lists."""
+    if not is_nvfp4(weight) or (inputs and not is_nvfp4(inputs)):
+        return None
+    if not inputs:
+        return LayerSpec("nvfp4", None)
+    return LayerSpec("nvfp4", "nvfp4" if inputs[1].get("is_dynamic") else "nvfp4_static")
+
+
+def is_nvfp4(stages: list[Spec]) -> bool:
+    """Are these the two stages of NVFP4?"""
+    if len(stages) != 2:
+        return False
+    element, scale = stages
+    return (element.get("dtype"), element.get("qscheme"), element.get("group_size")) == ("fp4", "per_group", 16) and (
+        scale.get("dtype"), scale.get("qscheme")
+    ) == ("fp8_e4m3", "per_tensor")  # fmt: skip
 
 
 def _weight(what: str, spec: Spec) -> str | LayerSpec | None:
@@ -136,8 +170,7 @@ def _weight(what: str, spec: Spec) -> str | LayerSpec | None:
     if scheme == "per_channel" and spec.get("ch_axis") in (0, None):
         return f"{prefix}_channel"
     if scheme == "per_block" and prefix == "fp8":
-        made = block_spec(f"{what}.weight.block_size", spec.get("block_size"))
-        return made if made.unsupported else made.weight
+        return block_spec(f"{what}.weight.block_size", spec.get("block_size")).weight
     return None
 
 
@@ -154,7 +187,8 @@ def _activation(spec: Spec) -> str:
     if not symmetric and prefix == "int8":
         return {"per_tensor": "int8_tensor_asymmetric", "per_channel": "int8_token_asymmetric"}.get(str(scheme), "")
     if scheme == "per_group":
-        return f"{prefix}_group128" if spec.get("group_size") == 128 else ""
+        size = spec.get("group_size")
+        return f"{prefix}_group{size}" if type(size) is int and size > 0 else ""
     # a channel of an activation is a token
     return {"per_tensor": f"{prefix}_tensor", "per_channel": f"{prefix}_token", "per_token": f"{prefix}_token"}.get(
         str(scheme), ""

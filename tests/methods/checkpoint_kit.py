@@ -60,7 +60,7 @@ def decoded(tensors: dict[str, Tensor], layer: str) -> Tensor:
     return out
 
 
-def fake_input(kind: str, input_scale: Tensor | None = None):
+def fake_input(kind: str, input_scale: Tensor | None = None, powers: bool = False):
     """Quantizes and dequantizes x as activations of this kind are: "fp8" or "int8", static, per token or per group."""
     limit = 127.0 if kind == "int8" else 448.0
 
@@ -74,8 +74,9 @@ def fake_input(kind: str, input_scale: Tensor | None = None):
         if input_scale is not None:
             return rounded(y, input_scale.float().reshape(()))
         if group:
-            parts = [rounded(p, (p.abs().amax(-1, keepdim=True) / limit).clamp(min=1e-12)) for p in y.split(group, -1)]
-            return torch.cat(parts, -1)
+            scales = [(p.abs().amax(-1, keepdim=True) / limit).clamp(min=1e-12) for p in y.split(group, -1)]
+            scales = [torch.exp2(s.double().log2().ceil()).float() for s in scales] if powers else scales
+            return torch.cat([rounded(p, s) for p, s in zip(y.split(group, -1), scales, strict=True)], -1)
         return rounded(y, (y.abs().amax(-1, keepdim=True) / limit).clamp(min=1e-9))
 
     return apply

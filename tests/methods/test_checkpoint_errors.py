@@ -191,20 +191,11 @@ REFUSED = {
     "compressed-tensors asymmetric": (
         INT8, ct("int-quantized", num_bits=8, type="int", symmetric=False, strategy="channel"), "weights of int 8"
     ),
-    "Quark MXFP4": (PACKED, quark("fp4", 32), r"up_proj\.weight: weights of fp4 per_group 32 e8m0"),
-    "Quark MXFP6": (PACKED, quark("fp6_e2m3", 32), "weights of fp6_e2m3 per_group 32"),
     "Quark int4": (PACKED, quark("int4", 128), "weights of int4"),
-    "ModelOpt NVFP4": (NVFP4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"up_proj\.weight: NVFP4"),
-    "ModelOpt MXFP8": (MXFP8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "MXFP8"),
-    "ModelOpt mxfp4": (PACKED, {"quant_method": "modelopt", "quant_algo": "mxfp4"}, "mxfp4"),
+    "ModelOpt AWQ": (NVFP4, {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, r"up_proj\.weight: NVFP4_AWQ"),
     "SmoothQuant": (
         INT8 | {"pre_quant_scale": torch.ones(64), "input_scale": torch.ones(())},
         {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}, "up_proj.pre_quant_scale: .*pre_quant_scale",
-    ),
-    "MiniMax MXFP8": (MXFP8, {"quant_method": "mxfp8"}, r"up_proj\.weight: mxfp8"),
-    "other blocks": (
-        FP8 | {"weight_scale": torch.ones(2, 1)},
-        {"quant_method": "fp8", "weight_block_size": [64, 128]}, r"fp8_block64x128: .*128 x 128",
     ),
     "bounded activations": (
         FP8 | {"weight_scale": torch.ones(96, 1)}, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
@@ -225,6 +216,32 @@ def test_what_has_no_layer_is_named(case, tmp_path):
     stored = {n: t for n, t in tiny().state_dict().items() if not n.startswith(UP)}
     stored |= {f"{UP}.{n}": t for n, t in tensors.items()}
     refuse(write_checkpoint(tmp_path, stored, config), NotImplementedError, words)
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+WRONG = {  # tensors of a layer, config, error
+    "second scale": ({n: t for n, t in NVFP4.items() if n != "weight_scale_2"}, MODELOPT, "up_proj.weight_scale_2 for"),
+    "input scale": ({n: t for n, t in NVFP4.items() if n != "input_scale"}, MODELOPT, "up_proj.input_scale for"),
+    "negative": (NVFP4 | {"weight_scale": torch.full((96, 4), -1.0).to(torch.float8_e4m3fn)}, MODELOPT,
+                 "weight_scale: expected finite positive scales, 384 of 384 are not"),
+    "NaN": (PACKED | {"weight_scale": torch.full((96, 2), 255, dtype=U8)}, {"quant_method": "mxfp4"},
+            "weight_scale: expected finite positive scales, 192"),
+    "scale shape": (PACKED | {"weight_scale": torch.zeros(96, 4, dtype=U8)}, {"quant_method": "mxfp4"},
+                    r"weight_scale: expected \[96, 2\] for mxfp4, got \[96, 4\]"),
+    "scale dtype": (PACKED | {"weight_scale": torch.ones(96, 2)}, {"quant_method": "mxfp4"}, "expected U8 or F8_E8M0"),
+    "code dtype": (MXFP8 | {"weight": torch.zeros(96, 64, dtype=U8)}, {"quant_method": "mxfp8"},
+                   "expected F8_E4M3 for mxfp8_e4m3, got U8"),
+    "size": (PACKED | {"weight": torch.zeros(96, 48, dtype=U8), "weight_scale": torch.zeros(96, 3, dtype=U8)},
+             {"quant_method": "mxfp4"}, r"up_proj\.weight: expected \(96, 64\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_block_scaled_layers_that_are_not_right(case, tmp_path):
+    tensors, config, words = WRONG[case]
+    stored = {n: t for n, t in tiny().state_dict().items() if not n.startswith(UP)}
+    stored |= {f"{UP}.{n}": t for n, t in tensors.items()}
+    refuse(write_checkpoint(tmp_path, stored, config), ValueError, words)
 
 
 def test_experts_have_no_layer(tmp_path):
@@ -270,7 +287,8 @@ def test_codes_the_config_has_no_word_for(tmp_path):
         return write_checkpoint(tmp_path, tensors, config)
 
     refuse(path({"other": {"quant_algo": "FP8"}}), ValueError, rf"{UP}\.weight: F8_E4M3, and the config does not say")
-    refuse(path({UP: {"quant_algo": "NVFP4"}}), NotImplementedError, "NVFP4")
+    refuse(path({UP: {"quant_algo": "NVFP4"}}), ValueError, rf"{UP}\.weight: expected U8 or I8 for nvfp4, got F8_E4M3")
+    refuse(path({UP: {"quant_algo": "NVFP4_SVD"}}), NotImplementedError, "NVFP4_SVD")
 
 
 def test_e8m0_block_scale_of_nan(tmp_path):

@@ -79,7 +79,12 @@ def test_fp8_schemes():
     assert spec(FP8 | {"activation_scheme": "static"}) == "fp8_tensor:fp8_tensor_static"
     assert spec(FP8 | {"weight_block_size": [128, 128]}) == "fp8_block128:fp8_group128"
     assert spec({"quant_method": "fbgemm_fp8", "activation_scale_ub": None}) == "fp8_channel:fp8_token"
-    assert dialect_of(FP8 | {"weight_block_size": [128, 64]}).spec(Q).unsupported
+    assert spec(FP8 | {"weight_block_size": [128, 64]}) == "fp8_block128x64:fp8_group64"
+    powers = FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    assert spec(powers) == "fp8_block128:fp8_group128_e8m0"
+    assert (
+        spec({"quant_method": "mxfp8"}) == "mxfp8_e4m3:mxfp8_e4m3" and spec({"quant_method": "mxfp4"}) == "mxfp4:none"
+    )
     for change in (
         {"activation_scheme": "sometimes"}, {"activation_scheme": None}, {"weight_block_size": [128]},
         {"weight_block_size": [128, 0]}, {"weight_block_size": 128}, {"weight_block_size": [128.0, 128]},
@@ -99,11 +104,18 @@ def test_a_method_that_is_none(method):
 def test_modelopt_algorithms_in_both_dialects():
     for algo, expected in {
         "FP8": "fp8_tensor:fp8_tensor_static", "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel:fp8_token",
-        "fp8_pb_wo": "fp8_block128:none", "W8A8_SQ_PER_CHANNEL": "int8_channel:int8_tensor_static", "NVFP4": "NVFP4",
+        "fp8_pb_wo": "fp8_block128:none", "W8A8_SQ_PER_CHANNEL": "int8_channel:int8_tensor_static",
+        "NVFP4": "nvfp4:nvfp4_static", "W4A16_NVFP4": "nvfp4:none", "MXFP8": "mxfp8_e4m3:mxfp8_e4m3",
+        "mxfp4": "mxfp4:mxfp4", "NVFP4_AWQ": "NVFP4_AWQ",
     }.items():  # fmt: skip
         assert spec({"quant_method": "modelopt", "quant_algo": algo}) == expected
         assert spec({"quantization": {"quant_algo": algo, "exclude_modules": ["lm_head"]}}) == expected
         assert spec({"quantization": {"quant_algo": algo, "exclude_modules": [Q]}}) is None
+    groups = {"group_0": {"weights": {"num_bits": 4}}}
+    alone = {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": groups}
+    assert spec(alone) == "nvfp4:none"  # the same name for weights alone
+    groups["group_0"]["input_activations"] = {"num_bits": 4}
+    assert spec(alone) == "nvfp4:nvfp4_static"
     for bad in (None, 3):
         with pytest.raises(ValueError, match="quant_algo: expected a name"):
             dialect_of({"quant_method": "modelopt", "quant_algo": bad})
@@ -114,7 +126,7 @@ def test_modelopt_algorithms_in_both_dialects():
 def test_modelopt_mixed_precision():
     layers = {Q: {"quant_algo": "FP8"}, UP: {"quant_algo": "NVFP4", "group_size": 16}}
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    assert spec(config, Q) == "fp8_tensor:fp8_tensor_static" and spec(config, UP) == "NVFP4"
+    assert spec(config, Q) == "fp8_tensor:fp8_tensor_static" and spec(config, UP) == "nvfp4:nvfp4_static"
     assert spec(config, "lm_head") is None
     for bad in (None, {Q: "FP8"}, [Q]):
         with pytest.raises(ValueError, match="quantized_layers"):
@@ -149,7 +161,6 @@ CT_UNSUPPORTED = [
     (FLOAT | {"num_bits": 4}, None), (INT | {"symmetric": False}, None), (INT | {"actorder": "group"}, None),
     (FLOAT | {"strategy": "tensor_group", "group_size": 16}, None), (FLOAT, FLOAT | TOKEN | {"dynamic": "local"}),
     (FLOAT, FLOAT | {"strategy": "token"}), (INT, INT | {"strategy": "tensor", "symmetric": False}),
-    (FLOAT | {"strategy": "block", "block_structure": [64, 64]}, None),
     (INT | {"strategy": "group", "group_size": 64}, None),
 ]  # fmt: skip
 
@@ -160,6 +171,32 @@ def test_compressed_tensors_specs(case):
     assert spec(ct(group(weights, inputs))) == expected
     nulls = dict.fromkeys(("actorder", "block_structure", "group_size", "scale_dtype"))
     assert spec(ct(group(nulls | weights, inputs and nulls | inputs, output_activations=None))) == expected
+
+
+def mx(bits, size=32, **more):
+    return {"num_bits": bits, "type": "float", "group_size": size, "strategy": "group"} | more
+
+
+PACKED = [  # format, weights, input, expected
+    ("mxfp4-pack-quantized", mx(4), mx(4, dynamic=True), "mxfp4:mxfp4"),
+    ("mxfp4-pack-quantized", mx(4), None, "mxfp4:none"),
+    ("mxfp6-pack-quantized", mx(6), mx(8, dynamic=True), "mxfp6_e2m3:mxfp8_e4m3"),
+    ("mxfp6-pack-quantized", mx(6), None, "mxfp6_e2m3:none"),
+    ("mxfp8-quantized", mx(8), mx(8, dynamic=True), "mxfp8_e4m3:mxfp8_e4m3"),
+    ("mxfp4-pack-quantized", mx(4), FLOAT | TOKEN | {"group_size": None}, "mxfp4:fp8_token"),
+    ("nvfp4-pack-quantized", mx(4, 16), mx(4, 16, dynamic="local"), "nvfp4:nvfp4_static"),
+    ("nvfp4-pack-quantized", mx(4, 16), None, "nvfp4:none"),
+    ("nvfp4-pack-quantized", mx(4, 32), None, None), ("mxfp4-pack-quantized", mx(4), mx(4, 16, dynamic=True), None),
+    ("nvfp4-pack-quantized", mx(4, 16), mx(8, 16, dynamic=True), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda c: f"{c[0]} {c[3]}")
+def test_compressed_tensors_of_blocks(case):
+    layout, weights, inputs, expected = case
+    found = dialect_of(ct(group(weights, inputs), format=layout)).spec(Q)
+    assert str(found) == expected if expected else found.unsupported
+    assert found.divides == ("nvfp4:" in str(expected))
 
 
 @pytest.mark.parametrize("case", CT_UNSUPPORTED, ids=str)
@@ -177,7 +214,7 @@ def test_compressed_tensors_targets_and_formats():
     assert spec(config, Q) == "int8_channel:none"  # by class only
     assert dialect_of(config).default() is None
     assert spec(ct(group(FLOAT, targets=["Conv2d"])), Q) is None
-    assert dialect_of(ct(group(FLOAT), format="nvfp4-pack-quantized")).spec(Q).weight == "nvfp4-pack-quantized"
+    assert dialect_of(ct(group(FLOAT), format="nvfp4-pack-quantized")).spec(Q).unsupported  # of 8 bits
     assert spec(ct(group(FLOAT, format="float-quantized"), format="pack-quantized")) == "fp8_channel:none"
     assert dialect_of(ct(group(FLOAT), sparsity_config={"format": "sparse-24-bitmask"})).spec(Q).unsupported
     assert spec({"config_groups": {"g": group(FLOAT)}}) == "fp8_channel:none"  # the oldest files have no method
@@ -224,6 +261,7 @@ QUARK_SPECS = [
     (pair(CHANNEL, DYNAMIC), "fp8_channel:fp8_token"),
     (pair(CHANNEL, TENSOR), "fp8_channel:fp8_tensor_static"),
     (pair(BLOCK, GROUP), "fp8_block128:fp8_group128"),
+    (pair(BLOCK | {"block_size": [64, 32]}, GROUP | {"group_size": 64}), "fp8_block64x32:fp8_group64"),
     (pair(int8(TENSOR), int8(TENSOR)), "int8_tensor:int8_tensor_static"),
     (pair(int8(CHANNEL), int8(DYNAMIC)), "int8_channel:int8_token"),
     (pair(int8(CHANNEL), int8(DYNAMIC) | {"symmetric": False}), "int8_channel:int8_token_asymmetric"),
@@ -232,7 +270,6 @@ QUARK_UNSUPPORTED = [
     pair(MXFP4, MXFP4), pair(MXFP4), pair([MXFP4, TENSOR], [MXFP4, TENSOR]), pair(TENSOR, int8(TENSOR)),
     pair(CHANNEL | {"ch_axis": 1}), pair(TENSOR | {"is_dynamic": True}), pair(TENSOR, CHANNEL),
     pair(int8(TENSOR) | {"symmetric": False}), pair(TENSOR, TENSOR, output_tensors=TENSOR), pair(TENSOR, bias=TENSOR),
-    pair(BLOCK | {"block_size": [64, 64]}, GROUP), pair(BLOCK, GROUP | {"group_size": 64}),
 ]  # fmt: skip
 
 
