@@ -1,8 +1,8 @@
-"""A grouped product for Hopper, written in Gluon: one warpgroup fetches, NC warpgroups multiply.
+"""A grouped product for Hopper, written in Gluon: one warpgroup fetches, two multiply.
 
-Tiles are 64 NC rows of one expert by BLOCK_N columns; programs stay, and take tiles in turn. Each multiplying warpgroup
-has 64 of the rows, and waits where an expert has none for it: a tile that holds all rows of an expert reads its weights
-once. Rows must lie in order (no gather), since the tensor memory accelerator of Hopper reads boxes.
+Tiles are 128 rows of one expert by BLOCK_N columns; programs stay, and take tiles in turn. Each multiplying warpgroup
+has 64 of the rows, and only passes where an expert has none for it. Rows must lie in order (no gather), since the
+tensor memory accelerator of Hopper reads boxes.
 
 A small kernel before it writes which rows of which expert every row tile has; only this op's launch knows that table.
 """
@@ -34,6 +34,8 @@ from fpk.op import Kernel
 # Gluon's interface moves between versions of triton; on one that this was not built with there are no candidates
 AVAILABLE = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"], ["3", "8"], ["3", "9"])
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @triton.jit(do_not_specialize=["R", "E"])
@@ -69,40 +71,70 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
+def _tile(table_ptr, tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """(column, expert, first row, row after the expert's last) of a tile; the last one's for tiles behind it."""
+    m, n = _place(min(tile, tiles_m * tiles_n - 1), tiles_m, tiles_n, GROUP_M)
+    entry = table_ptr + 3 * m
+    return n, gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def _steps(expert, E, K, BLOCK_K: gl.constexpr, MULTIPLE: gl.constexpr):
+    """Steps along K of a tile, none for rows of no expert."""
+    return gl.where(expert == E, 0, gl.cdiv(gl.cdiv(K, BLOCK_K), MULTIPLE) * MULTIPLE)
+
+
+@gluon.jit
 def _fetch(
     a_desc, b_desc, a_bufs, b_bufs, full, empty, table_ptr, E, N, K,
-    NC: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, MULTIPLE: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.load(table_ptr)
     tiles_n = gl.cdiv(N, BLOCK_N)
-    step = 0
+    turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, tiles_n, GROUP_M)
-        expert = gl.load(table_ptr + 1 + 3 * m)
-        first = gl.load(table_ptr + 2 + 3 * m)
-        steps = gl.cdiv(K, BLOCK_K)
-        if expert == E:
-            steps = 0
-        for k in range(steps):
-            s = step % STAGES
-            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+        n, expert, first, _ = _tile(table_ptr, tile, tiles_m, tiles_n, GROUP_M)
+        for k in range(_steps(expert, E, K, BLOCK_K, MULTIPLE)):
+            s = turn % STAGES
+            mbarrier.wait(empty.index(s), ((turn // STAGES) & 1) ^ 1)
             bar = full.index(s)
-            mbarrier.expect(bar, a_desc.block_type.nbytes * NC + b_desc.block_type.nbytes)
+            mbarrier.expect(bar, a_desc.block_type.nbytes * 2 + b_desc.block_type.nbytes)
             tma_load(b_desc, [expert * N + n * BLOCK_N, k * BLOCK_K], bar, b_bufs.index(s))
-            for i in gl.static_range(NC):
-                tma_load(a_desc, [first + i * 64, k * BLOCK_K], bar, a_bufs.index(s * NC + i))
-            step += 1
+            tma_load(a_desc, [first, k * BLOCK_K], bar, a_bufs.index(2 * s))
+            tma_load(a_desc, [first + 64, k * BLOCK_K], bar, a_bufs.index(2 * s + 1))
+            turn += 1
+
+
+@gluon.jit
+def _put(out_desc, buf, tile, row, column):
+    """Write a tile through shared memory, in two halves of its columns."""
+    HALF: gl.constexpr = tile.shape[1] // 2
+    first, second = tile.reshape((tile.shape[0], 2, HALF)).permute((0, 2, 1)).split()
+    tma.store_wait(0)
+    barrier()
+    buf.store(first)
+    fence_async_shared()
+    barrier()
+    tma_store(out_desc, [row, column], buf)
+    tma.store_wait(0)
+    barrier()
+    buf.store(second)
+    fence_async_shared()
+    barrier()
+    tma_store(out_desc, [row, column + HALF], buf)
 
 
 @gluon.jit
 def _multiply(
-    a_bufs, b_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
+    out_desc, a_bufs, b_bufs, out_bufs, full, empty, order, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
     stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-    W: gl.constexpr, MODE: gl.constexpr, ROWS: gl.constexpr, NC: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, ACC: gl.constexpr, INSTR_N: gl.constexpr,
+    W: gl.constexpr, MODE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, MULTIPLE: gl.constexpr, ACC: gl.constexpr, INSTR_N: gl.constexpr,
     INSTR_K: gl.constexpr,
 ):  # fmt: skip
-    """MODE: plain (no scales), scaled (constant along K), promoted (scaled, summed in registers), block (changing)."""
+    """64 rows of every tile. MODE: plain (no scales), scaled (constant along K), promoted (scaled, summed in registers
+    every step), block (scales that change every step; two steps a turn, so that the unit works on the second product
+    while the first one is scaled)."""
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, INSTR_N, INSTR_K]
     )
@@ -110,15 +142,17 @@ def _multiply(
     LN: gl.constexpr = gl.SliceLayout(0, L)
     tiles_m = gl.load(table_ptr)
     tiles_n = gl.cdiv(N, BLOCK_N)
-    step = 0
+    turn = 0
+    next_n, next_expert, next_first, next_end = _tile(table_ptr, gl.program_id(0), tiles_m, tiles_n, GROUP_M)
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, tiles_n, GROUP_M)
-        expert = gl.load(table_ptr + 1 + 3 * m)
-        row = gl.load(table_ptr + 2 + 3 * m) + W * 64
-        end = gl.load(table_ptr + 3 + 3 * m)
-        steps = gl.cdiv(K, BLOCK_K)
-        if expert == E:
-            steps = 0
+        n = next_n
+        expert = next_expert
+        row = next_first + W * 64
+        end = next_end
+        next_n, next_expert, next_first, next_end = _tile(
+            table_ptr, tile + gl.num_programs(0), tiles_m, tiles_n, GROUP_M
+        )
+        steps = _steps(expert, E, K, BLOCK_K, MULTIPLE)
         e = min(expert, E - 1).to(gl.int64)
         offs_m = row + gl.arange(0, 64, layout=LM)
         mask_m = offs_m < end
@@ -129,72 +163,65 @@ def _multiply(
             if MODE == "block":
                 sap = sa_ptr + gl.where(mask_m, offs_m, row).to(gl.int64) * stride_sam
                 sbp = sb_ptr + e * stride_sbe + n * BLOCK_N // ROWS * stride_sbn
-                last = gl.maximum(steps - 1, 0)
-                sa0 = gl.load(sap)
-                sb0 = gl.load(sbp)
-                sa1 = gl.load(sap + min(1, last) * stride_sak)
-                sb1 = gl.load(sbp + min(1, last) * stride_sbk)
+                last = gl.cdiv(K, BLOCK_K) - 1
+                sa_0 = gl.load(sap)
+                sb_0 = gl.load(sbp)
+                sa_1 = gl.load(sap + min(1, last) * stride_sak)
+                sb_1 = gl.load(sbp + min(1, last) * stride_sbk)
                 for pair in range(steps // 2):
-                    s0 = step % STAGES
-                    s1 = (step + 1) % STAGES
-                    mbarrier.wait(full.index(s0), (step // STAGES) & 1)
-                    p0 = warpgroup_mma(
-                        a_bufs.index(s0 * NC + W), b_bufs.index(s0).permute((1, 0)), gl.zeros((64, BLOCK_N), ACC, L),
-                        use_acc=False, is_async=True,
+                    slot_0 = turn % STAGES
+                    slot_1 = (turn + 1) % STAGES
+                    mbarrier.wait(order.index(W), ((turn // 2) & 1) ^ (1 - W))
+                    mbarrier.wait(full.index(slot_0), (turn // STAGES) & 1)
+                    token_0 = warpgroup_mma(
+                        a_bufs.index(2 * slot_0 + W), b_bufs.index(slot_0).permute((1, 0)),
+                        gl.zeros((64, BLOCK_N), ACC, L), use_acc=False, is_async=True,
                     )  # fmt: skip
-                    mbarrier.wait(full.index(s1), ((step + 1) // STAGES) & 1)
-                    p1 = warpgroup_mma(
-                        a_bufs.index(s1 * NC + W), b_bufs.index(s1).permute((1, 0)), gl.zeros((64, BLOCK_N), ACC, L),
-                        use_acc=False, is_async=True,
+                    mbarrier.wait(full.index(slot_1), ((turn + 1) // STAGES) & 1)
+                    token_1 = warpgroup_mma(
+                        a_bufs.index(2 * slot_1 + W), b_bufs.index(slot_1).permute((1, 0)),
+                        gl.zeros((64, BLOCK_N), ACC, L), use_acc=False, is_async=True,
                     )  # fmt: skip
-                    f0 = sa0 * sb0
-                    f1 = sa1 * sb1
-                    k0 = min(2 * pair + 2, last)
-                    k1 = min(2 * pair + 3, last)
-                    sa0 = gl.load(sap + k0 * stride_sak)
-                    sb0 = gl.load(sbp + k0 * stride_sbk)
-                    sa1 = gl.load(sap + k1 * stride_sak)
-                    sb1 = gl.load(sbp + k1 * stride_sbk)
-                    d0 = warpgroup_mma_wait(1, deps=[p0])
-                    mbarrier.arrive(empty.index(s0), count=1)
-                    acc += d0.to(ACC) * f0[:, None]
-                    d1 = warpgroup_mma_wait(0, deps=[p1])
-                    mbarrier.arrive(empty.index(s1), count=1)
-                    acc += d1.to(ACC) * f1[:, None]
-                    step += 2
-                if steps % 2 == 1:
-                    s0 = step % STAGES
-                    mbarrier.wait(full.index(s0), (step // STAGES) & 1)
-                    p0 = warpgroup_mma(
-                        a_bufs.index(s0 * NC + W), b_bufs.index(s0).permute((1, 0)), gl.zeros((64, BLOCK_N), ACC, L),
-                        use_acc=False, is_async=True,
-                    )  # fmt: skip
-                    d0 = warpgroup_mma_wait(0, deps=[p0])
-                    mbarrier.arrive(empty.index(s0), count=1)
-                    acc += d0 * (sa0 * sb0)[:, None]
-                    step += 1
+                    factor_0 = sa_0 * sb_0
+                    factor_1 = sa_1 * sb_1
+                    k_0 = min(2 * pair + 2, last)
+                    k_1 = min(2 * pair + 3, last)
+                    sa_0 = gl.load(sap + k_0 * stride_sak)
+                    sb_0 = gl.load(sbp + k_0 * stride_sbk)
+                    sa_1 = gl.load(sap + k_1 * stride_sak)
+                    sb_1 = gl.load(sbp + k_1 * stride_sbk)
+                    product_0 = warpgroup_mma_wait(1, deps=[token_0])
+                    mbarrier.arrive(order.index(1 - W), count=1)
+                    mbarrier.arrive(empty.index(slot_0), count=1)
+                    acc += product_0 * factor_0[:, None]
+                    product_1 = warpgroup_mma_wait(0, deps=[token_1])
+                    mbarrier.arrive(empty.index(slot_1), count=1)
+                    acc += product_1 * factor_1[:, None]
+                    turn += 2
             elif MODE == "promoted":
                 for _ in range(steps):
-                    s = step % STAGES
-                    mbarrier.wait(full.index(s), (step // STAGES) & 1)
-                    p = warpgroup_mma(
-                        a_bufs.index(s * NC + W), b_bufs.index(s).permute((1, 0)), gl.zeros((64, BLOCK_N), ACC, L),
-                        use_acc=False, is_async=True,
+                    slot = turn % STAGES
+                    mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+                    token = warpgroup_mma(
+                        a_bufs.index(2 * slot + W), b_bufs.index(slot).permute((1, 0)),
+                        gl.zeros((64, BLOCK_N), ACC, L), use_acc=False, is_async=True,
                     )  # fmt: skip
-                    d = warpgroup_mma_wait(0, deps=[p])
-                    mbarrier.arrive(empty.index(s), count=1)
-                    acc += d
-                    step += 1
+                    product = warpgroup_mma_wait(0, deps=[token])
+                    mbarrier.arrive(empty.index(slot), count=1)
+                    acc += product
+                    turn += 1
             else:
-                for _ in range(steps):
-                    s = step % STAGES
-                    mbarrier.wait(full.index(s), (step // STAGES) & 1)
-                    p = warpgroup_mma(
-                        a_bufs.index(s * NC + W), b_bufs.index(s).permute((1, 0)), acc, is_async=True
-                    )  # fmt: skip
-                    acc = warpgroup_mma_wait(0, deps=[p])
-                    mbarrier.arrive(empty.index(s), count=1)
-                    step += 1
+                for k in range(steps):
+                    slot = turn % STAGES
+                    mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+                    token = warpgroup_mma(
+                        a_bufs.index(2 * slot + W), b_bufs.index(slot).permute((1, 0)), acc, is_async=True
+                    )
+                    acc = warpgroup_mma_wait(1, deps=[token])  # the product before this one is done
+                    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=k != 0)
+                    turn += 1
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=steps > 0)
             out = acc.to(gl.float32)
             if MODE == "scaled" or MODE == "promoted":
                 out = out * gl.load(sa_ptr + offs_m.to(gl.int64) * stride_sam, mask=mask_m, other=0.0)[:, None]
@@ -204,92 +231,85 @@ def _multiply(
                 out = out + bias.to(gl.float32)[None, :]
             if expert == E:  # whatever its rows and their scales hold
                 out = gl.zeros((64, BLOCK_N), gl.float32, L)
-            out_ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
-            gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+            if out_desc is not None and row + 64 <= end:
+                _put(out_desc, out_bufs.index(W), out.to(out_ptr.dtype.element_ty), row, n * BLOCK_N)
+            else:
+                out_ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
+                gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
         else:
-            for _ in range(steps):
-                s = step % STAGES
-                mbarrier.wait(full.index(s), (step // STAGES) & 1)
-                mbarrier.arrive(empty.index(s), count=1)
-                step += 1
+            for k in range(steps):
+                slot = turn % STAGES
+                if MODE == "block":
+                    first = k % 2 == 0
+                    mbarrier.wait(order.index(W), ((turn // 2) & 1) ^ (1 - W), pred=first)
+                    mbarrier.arrive(order.index(1 - W), count=1, pred=first)
+                mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+                mbarrier.arrive(empty.index(slot), count=1)
+                turn += 1
+    if out_desc is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["E"])
 def grouped_kernel(
-    a_desc, b_desc, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
+    a_desc, b_desc, out_desc, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
     stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-    MODE: gl.constexpr, ROWS: gl.constexpr, NC: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, ACC: gl.constexpr, INSTR_N: gl.constexpr, INSTR_K: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    MODE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, ACC: gl.constexpr, INSTR_N: gl.constexpr, INSTR_K: gl.constexpr,
 ):  # fmt: skip
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * NC, 64, BLOCK_K], a_desc.layout)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    if out_desc is None:
+        out_bufs = a_bufs  # unused
+    else:
+        out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2, 64, BLOCK_N // 2], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=NC)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(order.index(0), count=1)
+    mbarrier.init(order.index(1), count=1)
     fence_async_shared()
-    if NC == 2:
-        gl.warp_specialize([
+    MULTIPLE: gl.constexpr = 2 if MODE == "block" else 1
+    gl.warp_specialize([
+            (_multiply, (
+                out_desc, a_bufs, b_bufs, out_bufs, full, empty, order, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
+                E, N, K, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
+                0, MODE, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, MULTIPLE, ACC, INSTR_N, INSTR_K,
+            )),
+            (_multiply, (
+                out_desc, a_bufs, b_bufs, out_bufs, full, empty, order, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
+                E, N, K, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
+                1, MODE, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, MULTIPLE, ACC, INSTR_N, INSTR_K,
+            )),
             (_fetch, (
-                a_desc, b_desc, a_bufs, b_bufs, full, empty, table_ptr, E, N, K, NC, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
+                a_desc, b_desc, a_bufs, b_bufs, full, empty, table_ptr, E, N, K,
+                BLOCK_N, BLOCK_K, STAGES, GROUP_M, MULTIPLE,
             )),
-            (_multiply, (
-                a_bufs, b_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
-                stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-                0, MODE, ROWS, NC, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACC, INSTR_N, INSTR_K,
-            )),
-            (_multiply, (
-                a_bufs, b_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
-                stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-                1, MODE, ROWS, NC, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACC, INSTR_N, INSTR_K,
-            )),
-        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_fetch, (
-                a_desc, b_desc, a_bufs, b_bufs, full, empty, table_ptr, E, N, K, NC, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-            )),
-            (_multiply, (
-                a_bufs, b_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
-                stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-                0, MODE, ROWS, NC, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACC, INSTR_N, INSTR_K,
-            )),
-            (_multiply, (
-                a_bufs, b_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
-                stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-                1, MODE, ROWS, NC, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACC, INSTR_N, INSTR_K,
-            )),
-            (_multiply, (
-                a_bufs, b_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
-                stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-                2, MODE, ROWS, NC, BLOCK_N, BLOCK_K, STAGES, GROUP_M, ACC, INSTR_N, INSTR_K,
-            )),
-        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+        ], [4, 4], [240, 24])  # fmt: skip
 
 
 GLUON_KERNEL = Kernel(grouped_kernel, targets=("sm90",) if AVAILABLE else ("none",), interpretable=False, matrix=True)
 
 
 def gluon_legal(config: Config, device: Device, a: Tensor, b: Tensor, gather: Tensor | None) -> bool:
-    buffers = (64 * config["NC"] + config["BLOCK_N"]) * 128 * config["num_stages"]
+    buffers = (128 + config["BLOCK_N"]) * 128 * config["STAGES"] + 128 * config["BLOCK_N"]
     fits = buffers + 1024 <= device.shared_limit and a.dtype is not torch.float32
     return fits and gather is None and fits_weight_descriptor(b) and fits_row_descriptor(a)
 
 
 def gluon_configs(widths: tuple[tuple[int, int], ...]) -> Iterator[Config]:
-    """Candidates; `widths` are pairs of BLOCK_N and num_stages."""
+    """Candidates; `widths` are pairs of BLOCK_N and STAGES."""
     for (n, stages), group in itertools.product(widths, (4, 8, 16)):
-        yield Config(
-            kernel="gluon", NC=2, BLOCK_N=n, GROUP_M=group, REGISTERS=240, num_warps=4, num_stages=stages
-        )  # fmt: skip
+        yield Config(kernel="gluon", BLOCK_N=n, GROUP_M=group, STAGES=stages, num_warps=4)
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Boxes of `rows` rows by 128 bytes, laid out in shared memory as wgmma reads them."""
+def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Boxes of a matrix, laid out in shared memory as wgmma reads them."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
-    return TensorDescriptor.from_tensor(x, [rows, 128 // x.element_size()], layout)
+    return TensorDescriptor.from_tensor(x, [rows, cols], layout)
 
 
 def launch_gluon(
@@ -298,20 +318,18 @@ def launch_gluon(
 ) -> None:  # fmt: skip
     """out (R, N) = grouped product of a (R, K) and b (E, N, K); strides: of scale_a (rows, columns) and scale_b."""
     (R, K), (E, N) = a.shape, b.shape[:2]
-    size = a.element_size()
-    height, block_n, block_k = 64 * config["NC"], config["BLOCK_N"], 128 // size
-    most = (R + min(E + 1, R) * (height - 1)) // height
+    size, block_n = a.element_size(), config["BLOCK_N"]
+    line = 128 // size
+    most = (R + min(E + 1, R) * 127) // 128
     table = torch.empty(1 + 3 * most, dtype=torch.int32, device=a.device)
-    schedule_kernel[(triton.cdiv(most, 32),)](
-        offs, table, R, E, BLOCK_E=bins, BLOCK_M=height, BLOCK=32, num_warps=4
-    )  # fmt: skip
+    schedule_kernel[(triton.cdiv(most, 32),)](offs, table, R, E, BLOCK_E=bins, BLOCK_M=128, BLOCK=32, num_warps=4)
     matrix = b.as_strided((E * N, K), (b.stride(1), 1))
     programs = min(of(a.device).sm_count, most * triton.cdiv(N, block_n))
-    options: dict[str, Any] = {n: v for n, v in config.items() if n not in ("kernel", "num_warps", "num_stages")}
+    store = _descriptor(out, 64, block_n // 2) if out.element_size() == 2 and N % 8 == 0 else None
+    options: dict[str, Any] = {n: v for n, v in config.items() if n not in ("kernel", "num_warps")}
     grouped_kernel[(programs,)](
-        _descriptor(a, 64), _descriptor(matrix, block_n),
+        _descriptor(a, 64, line), _descriptor(matrix, block_n, line), store,
         table, scale_a, scale_b, bias, out, E, N, K, out.stride(0), *strides, 0 if bias is None else bias.stride(0),
-        MODE=mode, ROWS=rows_per_scale, BLOCK_K=block_k, ACC=gl.int32 if a.dtype is torch.int8 else gl.float32,
-        INSTR_N=min(block_n, 128) if a.dtype is torch.int8 else block_n, INSTR_K=32 // size,
-        STAGES=config["num_stages"], num_warps=4, **options,
+        MODE=mode, ROWS=rows_per_scale, BLOCK_K=line, ACC=gl.int32 if a.dtype is torch.int8 else gl.float32,
+        INSTR_N=min(block_n, 128) if a.dtype is torch.int8 else block_n, INSTR_K=32 // size, num_warps=4, **options,
     )  # fmt: skip

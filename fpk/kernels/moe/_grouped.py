@@ -173,6 +173,32 @@ def grouped_tiles(rows: int, widths: tuple[int, ...]) -> Iterator[Config]:
             yield Config(**{n: v for n, v in config.items() if n != "GROUP_M"})
 
 
+def measured_tiles(R: int, E: int, K: int, size: int, sums: int, changing: bool) -> Iterator[Config]:
+    """Defaults from an H200, over the experts of Mixtral 8x7B, DeepSeek-V3, Qwen3-30B-A3B and gpt-oss-120b.
+
+    R rows of E experts (on the key grid), K elements of `size` bytes; sums: accumulators of a tile; changing: scales
+    that change along K.
+    """
+    rows, line = -(-R // E), 128 // size  # elements of 128 bytes
+
+    def tile(swap: bool, m: int, n: int, k: int, warps: int, stages: int) -> Config:
+        return Config(
+            kernel="descriptor", SWAP=swap, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages
+        )
+
+    if R <= 64 and rows == 1 and not changing and K * size >= 512:
+        yield Config(kernel="vector", BLOCK_N=4, BLOCK_K=256, DEPTH=4, num_warps=1)
+    if rows <= 8 and K * size <= 1024:
+        yield tile(False, 16, 128, line, 4, 4)
+    elif rows <= 8:
+        yield tile(True, 16, 64, line, 4, 6) if changing else tile(True, 16, 128, 2 * line, 4, 3)
+    elif rows <= 24:
+        yield tile(True, 32, 128, line, 4, 4)
+    elif rows > 64 and sums == 1 and K * size >= 2048:
+        yield tile(False, 128, 256, line, 8, 4)
+    yield tile(False, 64, 128, line, 4, 3)
+
+
 def descriptor_tiles(rows: int, widths: tuple[int, ...]) -> Iterator[Config]:
     """Candidates of `descriptor` kernels for experts with about `rows` rows."""
     swapped = ((16, 64, 4), (16, 128, 4), (16, 128, 8), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4))

@@ -21,12 +21,17 @@ from fpk.op import Kernel
 
 
 @triton.jit
-def _factor(ptr, k, mask, stride, COLS: tl.constexpr, E8M0: tl.constexpr):
-    """Scales of columns k, whose groups are COLS wide; off the mask any."""
-    scale = tl.load(ptr + k // COLS * stride, mask=mask, other=0)
+def _scale(ptrs, mask, E8M0: tl.constexpr):
+    scale = tl.load(ptrs, mask=mask, other=0)
     if E8M0:
         scale = decode_e8m0(scale)
     return scale
+
+
+@triton.jit
+def _factor(ptr, k, mask, stride, COLS: tl.constexpr, E8M0: tl.constexpr):
+    """Scales of columns k, whose groups are COLS wide; off the mask any."""
+    return _scale(ptr + k // COLS * stride, mask, E8M0)
 
 
 @triton.jit(do_not_specialize=["R", "E", "top_k", "stride_sam", "stride_sak"])
@@ -64,9 +69,18 @@ def vector_kernel(
                 a = tl.load(a_row + offs_k, mask=offs_k < K, other=0.0)
                 b = tl.load(b_rows + offs_k[None, :], mask=(offs_k < K)[None, :], other=0.0)
             x = a.to(acc.dtype)
-            if GROUP > 0:
+            if (
+                GROUP > 0 and GROUP == COLS and BLOCK_K % GROUP == 0 and (GROUP & (GROUP - 1)) == 0
+            ):  # one of each a group
+                groups = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
+                inside = groups < tl.cdiv(K, GROUP)
+                sb_row = sb_ptr + e * stride_sbe + (tl.program_id(0) * BLOCK_N // ROWS if ROWS > 0 else 0) * stride_sbn
+                factor = _scale(sa_ptr + source * stride_sam + groups * stride_sak, inside, E8M0_A)
+                factor *= _scale(sb_row + groups * stride_sbk, inside, E8M0_B)
+                x = tl.reshape(tl.reshape(x, (BLOCK_K // GROUP, GROUP)) * factor[:, None], (BLOCK_K,))
+            elif GROUP > 0:
                 x *= _factor(sa_ptr + source * stride_sam, offs_k, offs_k < K, stride_sak, GROUP, E8M0_A)
-            if COLS > 0:
+            if COLS > 0 and not (GROUP == COLS and BLOCK_K % GROUP == 0 and (GROUP & (GROUP - 1)) == 0):
                 sb_row = sb_ptr + e * stride_sbe + (tl.program_id(0) * BLOCK_N // ROWS if ROWS > 0 else 0) * stride_sbn
                 x *= _factor(sb_row, offs_k, offs_k < K, stride_sbk, COLS, E8M0_B)
             acc += b.to(acc.dtype) * x[None, :]

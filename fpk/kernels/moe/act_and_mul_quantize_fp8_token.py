@@ -142,7 +142,7 @@ def _loop_kernel(
 
 def configs(x: Tensor, gated: bool, **_: Any):
     width = triton.next_power_of_2(activation_width(x, gated))
-    if width <= 8192:
+    if width <= 16384:
         yield Config(
             kernel="row", BLOCK_M=max(1, 1024 // width), BLOCK_K=width, num_warps=max(4, width // 1024), num_stages=1
         )

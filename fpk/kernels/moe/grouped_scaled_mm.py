@@ -45,6 +45,7 @@ from fpk.kernels.moe._grouped import (
     grid,
     grouped_tiles,
     load_tile,
+    measured_tiles,
     rows_per_expert,
     source_rows,
     store_zeros,
@@ -155,10 +156,12 @@ def _grouped_kernel(
         store_zeros(out_ptr, first, R, n, N, stride_om, BLOCK_M, BLOCK_N)
 
 
-def configs(a: Tensor, b: Tensor, top_k: int, **_: Any):
+def configs(a: Tensor, b: Tensor, fast_accum: bool, top_k: int, **_: Any):
     rows = rows_per_expert(a, b, top_k)
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(kernel="tile", SWAP=False, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
+    R, sums = bucket(a.shape[0]) * top_k, 1 if fast_accum or a.dtype is torch.int8 else 2
+    yield from measured_tiles(R, b.shape[0], b.shape[2], 1, sums, False)
     if rows <= 32:
         yield Config(
             kernel="tile", SWAP=True, BLOCK_M=max(16, rows), BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4

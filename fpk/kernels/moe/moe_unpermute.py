@@ -81,6 +81,22 @@ def check(
         expect_dtype("moe_unpermute.residual_weight", residual_weight, torch.float32)
 
 
+@triton.jit
+def _slot(
+    x_cols, position_ptr, weights_ptr, offs_m, mask_m, mask_k, j, T,
+    stride_xm, stride_pm, stride_pk, stride_wm, stride_wk, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """What slot j of some tokens adds to them, fp32; 0 for slots that were dropped."""
+    row = tl.load(position_ptr + offs_m * stride_pm + j * stride_pk, mask=mask_m, other=-1)
+    there = (row >= 0) & (row < T * TOP_K)
+    x_ptrs = x_cols + tl.where(there, row, 0).to(tl.int64)[:, None] * stride_xm
+    value = tl.load(x_ptrs, mask=there[:, None] & mask_k, other=0.0).to(tl.float32)
+    if weights_ptr is not None:
+        w = tl.load(weights_ptr + offs_m * stride_wm + j * stride_wk, mask=there, other=0.0)
+        value *= w[:, None]
+    return value
+
+
 @triton.jit(do_not_specialize=["T"])
 def _unpermute_kernel(
     x_ptr, position_ptr, weights_ptr, residual_ptr, residual_weight_ptr, out_ptr,
@@ -96,15 +112,14 @@ def _unpermute_kernel(
     mask_k = (offs_k < H)[None, :]
     x_cols = x_ptr + offs_k[None, :].to(tl.int64) * stride_xk
     total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-    for j in range(TOP_K):
-        row = tl.load(position_ptr + offs_m * stride_pm + j * stride_pk, mask=mask_m, other=-1)
-        there = (row >= 0) & (row < T * TOP_K)
-        x_ptrs = x_cols + tl.where(there, row, 0).to(tl.int64)[:, None] * stride_xm
-        value = tl.load(x_ptrs, mask=there[:, None] & mask_k, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            w = tl.load(weights_ptr + offs_m * stride_wm + j * stride_wk, mask=there, other=0.0)
-            value *= w[:, None]
-        total += value
+    if TOP_K <= 8:  # unrolled: the loads of all slots are under way at a time
+        for j in tl.static_range(TOP_K):
+            total += _slot(x_cols, position_ptr, weights_ptr, offs_m, mask_m, mask_k, j, T, stride_xm, stride_pm,
+                           stride_pk, stride_wm, stride_wk, TOP_K)  # fmt: skip
+    else:
+        for j in range(TOP_K):
+            total += _slot(x_cols, position_ptr, weights_ptr, offs_m, mask_m, mask_k, j, T, stride_xm, stride_pm,
+                           stride_pk, stride_wm, stride_wk, TOP_K)  # fmt: skip
     if residual_ptr is not None:
         r_ptrs = residual_ptr + offs_m[:, None] * stride_rm + offs_k[None, :].to(tl.int64) * stride_rk
         value = tl.load(r_ptrs, mask=mask_m[:, None] & mask_k, other=0.0).to(tl.float32)
