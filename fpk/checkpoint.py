@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpk._experts_loading import ExpertsPlan
 from fpk._saving import save_quantized
 from fpk.methods._dense import (
     BLOCK_SUFFIXES,
@@ -31,7 +32,8 @@ from fpk.methods._dense import (
     refuse_codes,
     values_shape,
 )
-from fpk.methods._families import dialect_of
+from fpk.methods._families import Dialect, dialect_of
+from fpk.methods._stored_experts import renamed
 from fpk.methods.checkpoint import FLOATS, Checkpoint, StoredTensor
 from fpk.nn import QuantizedLinear
 
@@ -141,15 +143,17 @@ def load_quantized(
     dialect = dialect_of(source.quantization, fused)
     found = find_layers(source, dialect)
     report = LoadReport(dialect.name, notes=found.notes)
-    plan = _Plan(model, found, fused or {}, source, report)
+    plan = _Plan(model, found, fused or {}, source, dialect, report)
     plan.check(strict)
     target = torch.device(device) if device is not None else _device(model)
-    made = {name: plan.build(name, target) for name in plan.layers}
+    made: dict[str, Any] = {name: plan.build(name, target) for name in plan.layers}
+    made |= {name: plan.experts.build(name, target) for name in plan.experts.quantized}
     loaded = {name: _plain(source, stored, plan.places[name], target) for name, stored in plan.plain.items()}
     for (module, kind), stored in found.kv_scales.items():
         report.kv_scales.setdefault(module, {})[kind] = source.read(stored.name).float().clone()
     # from here on nothing can fail
     report.layers = {name: layer.scheme for name, layer in made.items()}
+    loaded |= plan.experts.plain(plan.places, target)
     _put(model, [(plan.places[name], tensor) for name, tensor in loaded.items()])
     _swap(model, {plan.modules[name]: layer for name, layer in made.items()})
     report.plain = list(loaded)
@@ -161,15 +165,21 @@ class _Plan:
     """Which stored tensors go where in a model."""
 
     def __init__(
-        self, model: nn.Module, found: Found, fused: Mapping[str, Sequence[str]], source: Checkpoint, report: LoadReport
-    ) -> None:
+        self, model: nn.Module, found: Found, fused: Mapping[str, Sequence[str]], source: Checkpoint,
+        dialect: Dialect, report: LoadReport,
+    ) -> None:  # fmt: skip
         self.model, self.found, self.source, self.report = model, found, source, report
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.places: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))
         }  # fmt: skip
+        self.experts = self._match_experts(dialect)
         self.layers = self._match_layers(fused)
         self.plain = self._match_plain()
+
+    def _match_experts(self, dialect: Dialect) -> "ExpertsPlan":
+        modules = {n: m for n, m in self.modules.items() if ExpertsPlan.takes(m)}
+        return ExpertsPlan(modules, self.found, dialect.spec, self.source)
 
     def _match_layers(self, fused: Mapping[str, Sequence[str]]) -> dict[str, list[StoredLayer]]:
         """Layers of the model by name, with the stored layers that make them up."""
@@ -203,8 +213,8 @@ class _Plan:
         state = set(self.model.state_dict(keep_vars=True))
         plain: dict[str, StoredTensor] = {}
         for name, stored in self.found.plain.items():
-            if name in state:
-                plain[name] = stored
+            if name in state or renamed(name) in state:
+                plain[name if name in state else renamed(name)] = stored
             elif name.endswith(BLOCK_SUFFIXES):
                 refuse_codes(stored)
                 self.report.unused.append(name)
@@ -214,7 +224,7 @@ class _Plan:
                 self.report.unused.append(name)
         self.report.unused = sorted(self.report.unused + self.source.unlisted)
         filled = {id(self.places[name]) for name in plain}  # tied parameters have two names and one tensor
-        of_layers = {f"{layer}.{n}" for layer in self.layers for n in self._state_of(layer)}
+        of_layers = {f"{layer}.{n}" for layer in self.layers for n in self._state_of(layer)} | self.experts.state()
         self.report.missing = sorted(
             name for name in state - plain.keys() - of_layers
             if name in self.places and id(self.places[name]) not in filled
@@ -245,6 +255,7 @@ class _Plan:
                 wanted = (module.out_features, module.in_features)
                 raise ValueError(f"{parts[0].weight}: expected {wanted} for {name}, got {shape}")
             self._check_bias(name, parts, module)
+        self.experts.check()
         for name, stored in self.plain.items():
             _check_plain(stored, self.places[name])
         real = {id(t) for t in self.model.state_dict(keep_vars=True).values()}
