@@ -1,10 +1,38 @@
 """What ops on a paged KV cache share: checks of its scales, their strides, and caches for laws and benchmarks."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from fpk.check import expect_dtype, expect_shape
+from fpk.check import expect_dtype, expect_inner_contiguous, expect_not_empty, expect_rank, expect_shape
+from fpk.formats import FP8
 from fpk.samples import sample, scales, strided
+
+
+def check_attention(
+    name: str, q: Tensor, key_cache: Tensor, value_cache: Tensor, softmax_scale: float | None
+) -> None:  # fmt: skip
+    """Queries (rows, heads, D) beside a cache (pages, page, H, D) and (pages, page, H, DV) of codes or their type."""
+    expect_rank(f"{name}.q", q, 3)
+    expect_rank(f"{name}.key_cache", key_cache, 4)
+    expect_rank(f"{name}.value_cache", value_cache, 4)
+    heads, D = q.shape[1:]
+    pages, page, H = key_cache.shape[:3]
+    expect_dtype(f"{name}.q", q, torch.bfloat16, torch.float16)
+    expect_shape(f"{name}.key_cache", key_cache, (pages, page, H, D))
+    expect_shape(f"{name}.value_cache", value_cache, (pages, page, H, value_cache.shape[-1]))
+    expect_dtype(f"{name}.key_cache", key_cache, *FP8, torch.int8, q.dtype)
+    expect_dtype(f"{name}.value_cache", value_cache, key_cache.dtype)
+    for what, tensor in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
+        expect_inner_contiguous(f"{name}.{what}", tensor)
+        expect_not_empty(f"{name}.{what}", tensor, -1)
+    for dim in (0, 1, 2):
+        expect_not_empty(f"{name}.key_cache", key_cache, dim)
+    if heads == 0 or heads % H:
+        raise ValueError(f"{name}.q: expected a multiple of {H} heads (those of key_cache), got {heads}")
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"{name}.softmax_scale: expected a finite number or None (1 / sqrt(D)), got {softmax_scale}")
 
 
 def check_scales(

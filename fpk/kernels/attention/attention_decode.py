@@ -5,8 +5,9 @@
 k[n] and v[n] are head i // (heads / kv heads) of the cache's slot (block_table[b, n // page], n % page), code * scale
 with scales of 1, a tensor, a head, or a token and head. A sequence without tokens gives 0.
 
-Codes are decoded to a 16-bit type, which holds every FP8 and INT8 value, and multiplied by the matrix unit; scales are
-applied in fp32 to scores and probabilities. Probabilities are rounded to fp16, to bf16 with a bf16 cache. The sequence
+Codes are decoded to fp16, which holds every FP8 and INT8 value, and multiplied by the matrix unit, bf16 queries after a
+division by a power of two; scales are applied in fp32 to scores and probabilities. Probabilities are rounded to fp16,
+to bf16 with a bf16 cache. The sequence
 is divided over SPLITS programs; a second kernel adds their parts in order, so results do not depend on timing, nor on
 the other sequences of the batch.
 
@@ -25,12 +26,12 @@ from fpk.check import expect_dtype, expect_inner_contiguous, expect_not_empty, e
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8, decode
-from fpk.kernels._tile import decode_fp8
-from fpk.kernels.attention._paged import check_scales, make_cache, make_scales, scale_strides
+from fpk.kernels.attention._paged import check_attention, check_scales, make_cache, make_scales, scale_strides
+from fpk.kernels.attention._tiles import code_constants, decode_pairs, decode_tile, power_below
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, strided
 
-QUERY_TYPES = (torch.bfloat16, torch.float16)
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def reference(
@@ -72,46 +73,16 @@ def check(
     value_scales: Tensor | None, **_: Any,
 ) -> None:  # fmt: skip
     name = "attention_decode"
-    expect_rank(f"{name}.q", q, 3)
-    expect_rank(f"{name}.key_cache", key_cache, 4)
-    expect_rank(f"{name}.value_cache", value_cache, 4)
+    check_attention(name, q, key_cache, value_cache, softmax_scale)
     expect_rank(f"{name}.block_table", block_table, 2)
-    B, heads, D = q.shape
-    pages, page, H = key_cache.shape[:3]
-    expect_dtype(f"{name}.q", q, *QUERY_TYPES)
-    expect_shape(f"{name}.key_cache", key_cache, (pages, page, H, D))
-    expect_shape(f"{name}.value_cache", value_cache, (pages, page, H, value_cache.shape[-1]))
-    expect_dtype(f"{name}.key_cache", key_cache, *FP8, torch.int8, q.dtype)
-    expect_dtype(f"{name}.value_cache", value_cache, key_cache.dtype)
-    for what, tensor in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
-        expect_inner_contiguous(f"{name}.{what}", tensor)
-        expect_not_empty(f"{name}.{what}", tensor, -1)
     expect_inner_contiguous(f"{name}.block_table", block_table)
-    for dim in (0, 1, 2):
-        expect_not_empty(f"{name}.key_cache", key_cache, dim)
-    if heads == 0 or heads % H:
-        raise ValueError(f"{name}.q: expected a multiple of {H} heads (those of key_cache), got {heads}")
+    B = q.shape[0]
     expect_shape(f"{name}.block_table", block_table, (B, block_table.shape[1]))
     expect_not_empty(f"{name}.block_table", block_table, 1)
     expect_dtype(f"{name}.block_table", block_table, torch.int32)
     expect_shape(f"{name}.seq_lens", seq_lens, (B,))
     expect_dtype(f"{name}.seq_lens", seq_lens, torch.int32)
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        raise ValueError(f"{name}.softmax_scale: expected a finite number or None (1 / sqrt(D)), got {softmax_scale}")
     check_scales(name, key_cache, k_scale, v_scale, key_scales, value_scales)
-
-
-@triton.jit
-def _load_tile(
-    ptr, slots, mask, D: tl.constexpr, TYPE: tl.constexpr, INTEGERS: tl.constexpr, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Rows of a cache at offsets `slots` as TYPE, exactly; 0 off the mask. INTEGERS decodes bytes without FP8 units."""
-    offs_d = tl.arange(0, BLOCK_D)
-    codes = tl.load(ptr + slots[:, None] + offs_d[None, :], mask=mask[:, None] & (offs_d < D)[None, :], other=0.0)
-    if INTEGERS:
-        codes = decode_fp8(codes, MANTISSA, BIAS, NAN_CODE, IEEE)
-    return codes.to(TYPE)
 
 
 @triton.jit(do_not_specialize=["capacity", "splits"])
@@ -122,22 +93,26 @@ def _split_kernel(
     stride_qb, stride_qh, stride_tb,
     stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
     stride_ks, stride_vs, stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, PROBABILITY: tl.constexpr,
-    INTEGERS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr,
-    ONLY: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr,
+    OUT: tl.constexpr, KIND: tl.constexpr, CODE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    NAN_CODE: tl.constexpr, IEEE: tl.constexpr, ONLY: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H query heads of one KV head over one part of one sequence; with ONLY there is one part: the result."""
+    """BLOCK_H query heads of one KV head over one part of one sequence; with ONLY there is one part: the result.
+
+    TYPE is what the matrix unit multiplies. PAIRS: values come as words of two codes. AHEAD: pages are looked up early.
+    """
     TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    PARTS: tl.constexpr = 2 if PAIRS else 1
     pid = tl.program_id(0)
     part = tl.program_id(1)
     b = (pid // (H * TILES)).to(tl.int64)
     h = (pid // TILES % H).to(tl.int64)
     offs_h = pid % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_d, offs_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    offs_d, offs_n, offs_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV // PARTS)
     heads = h * GROUP + offs_h  # [BLOCK_H]
     q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + offs_d[None, :]
     q = tl.load(q_ptrs, mask=(offs_h < GROUP)[:, None] & (offs_d < D)[None, :], other=0.0)
-    TYPE: tl.constexpr = q_ptr.dtype.element_ty
 
     length = tl.minimum(tl.load(lens_ptr + b), capacity)
     share = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
@@ -146,20 +121,34 @@ def _split_kernel(
     score_scale = softmax_scale * 1.4426950408889634  # exponents of 2
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr + h * stride_ks)
+    row_scale = tl.full((BLOCK_H,), 1.0, tl.float32) * score_scale
+    if q.dtype != TYPE:  # bf16 queries of a cache of codes
+        power, inverse = power_below(q)
+        q = (q.to(tl.float32) * inverse[:, None]).to(TYPE)
+        row_scale *= power
 
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
-    acc = tl.zeros((BLOCK_H, BLOCK_DV), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_DV // PARTS), tl.float32)  # of the even columns if PAIRS
+    odd = tl.zeros((BLOCK_H, BLOCK_DV // PARTS), tl.float32)
+    k_base, v_base = k_ptr + h * stride_kh, v_ptr + h * stride_vh
+    pages = table_ptr + b * stride_tb
+    coming = 0
+    if AHEAD:
+        coming = tl.load(pages + (begin + offs_n) // PAGE, mask=begin + offs_n < end, other=0)
     for n in range(begin, end, BLOCK_N):
         position = n + offs_n
         present = position < end
-        page = tl.load(table_ptr + b * stride_tb + position // PAGE, mask=present, other=0).to(tl.int64)
+        if AHEAD:
+            page = coming.to(tl.int64)
+            coming = tl.load(pages + (position + BLOCK_N) // PAGE, mask=position + BLOCK_N < end, other=0)
+        else:
+            page = tl.load(pages + position // PAGE, mask=present, other=0).to(tl.int64)
         inside = (position % PAGE).to(tl.int64)
-        k = _load_tile(
-            k_ptr + h * stride_kh, page * stride_kp + inside * stride_kt, present,
-            D, TYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_D,
-        )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k)) * score_scale  # [BLOCK_H, BLOCK_N]
+        k_ptrs = k_base + (page * stride_kp + inside * stride_kt)[:, None] + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=present[:, None] & (offs_d < D)[None, :], other=0.0)
+        k = decode_tile(k, TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)
+        scores = tl.dot(q, tl.trans(k)) * row_scale[:, None]  # [BLOCK_H, BLOCK_N]
         if k_stored_ptr is not None:
             k_stored = k_stored_ptr + h * stride_ksh + page * stride_ksp + inside * stride_kst
             scores *= tl.load(k_stored, mask=present, other=0.0)[None, :]
@@ -168,22 +157,36 @@ def _split_kernel(
         p = tl.math.exp2(scores - higher[:, None])
         fade = tl.math.exp2(top - higher)
         top = higher
-        v = _load_tile(
-            v_ptr + h * stride_vh, page * stride_vp + inside * stride_vt, present,
-            DV, PROBABILITY, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_DV,
-        )  # fmt: skip
-        acc *= fade[:, None]
+        total *= fade
         if v_stored_ptr is not None:
-            total = total * fade + tl.sum(p, axis=1)
+            total += tl.sum(p, axis=1)
             v_stored = v_stored_ptr + h * stride_vsh + page * stride_vsp + inside * stride_vst
             p *= tl.load(v_stored, mask=present, other=0.0)[None, :]
             largest = tl.maximum(tl.max(p, axis=1), 1e-30)  # a 16-bit float must hold the products
-            acc += tl.dot((p / largest[:, None]).to(PROBABILITY), v) * largest[:, None]
-        else:
-            rounded = p.to(PROBABILITY)
+            p /= largest[:, None]
+        rounded = p.to(TYPE)
+        if v_stored_ptr is None:
             # the sum of what multiplies the values: rounding that many tokens share then cancels
-            total = total * fade + tl.sum(rounded.to(tl.float32), axis=1)
+            total += tl.sum(rounded.to(tl.float32), axis=1)
+        v_ptrs = v_base + (page * stride_vp + inside * stride_vt)[:, None] + offs_v[None, :]
+        mask_v = present[:, None] & (offs_v < DV // PARTS)[None, :]
+        if PAIRS:
+            v = tl.load(v_ptrs, mask=mask_v, other=0)
+            v, v_odd = decode_pairs(v, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE)
+        else:
+            v = decode_tile(tl.load(v_ptrs, mask=mask_v, other=0.0), TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)
+        acc *= fade[:, None]
+        odd *= fade[:, None]
+        if v_stored_ptr is not None:
+            acc += tl.dot(rounded, v) * largest[:, None]
+            if PAIRS:
+                odd += tl.dot(rounded, v_odd) * largest[:, None]
+        else:
             acc = tl.dot(rounded, v, acc)
+            if PAIRS:
+                odd = tl.dot(rounded, v_odd, odd)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, odd), (BLOCK_H, BLOCK_DV))
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + h * stride_vs)
 
@@ -193,7 +196,7 @@ def _split_kernel(
     mask = mask_h[:, None] & (offs_dv < DV)[None, :]
     if ONLY:
         out = acc / tl.where(total == 0, 1.0, total)[:, None]
-        tl.store(out_ptr + rows[:, None] * DV + offs_dv[None, :], out.to(TYPE), mask=mask)
+        tl.store(out_ptr + rows[:, None] * DV + offs_dv[None, :], out.to(OUT), mask=mask)
     else:
         rows = rows * splits + part
         tl.store(out_ptr + rows[:, None] * DV + offs_dv[None, :], acc, mask=mask)
@@ -229,25 +232,38 @@ def configs(q: Tensor, key_cache: Tensor, block_table: Tensor, **_: Any):
     most = triton.cdiv(block_table.shape[1] * page, 256)  # parts of at least 256 tokens
     wanted = triton.next_power_of_2(triton.cdiv(4 * of(q.device).sm_count, programs))
     default = min(most, wanted)
-    # the pipeline spends its stages on two loads, pages and then their tokens: five are two buffers of tokens
+    byte = key_cache.element_size() == 1
+    # without AHEAD the pipeline spends its stages on two loads, pages and then their tokens: five are two buffers
     deep = 3 if of(q.device).vendor == "amd" else 5
+    yield Config(BLOCK_H=tall, BLOCK_N=64, SPLITS=default, PAIRS=byte, AHEAD=byte, num_warps=4, num_stages=3)
     for n, stages in ((64, deep), (64, 3), (64, 2), (32, 2), (16, 1)):  # ever less shared memory
-        yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=default, num_warps=4, num_stages=stages)
+        yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=default, PAIRS=False, AHEAD=False, num_warps=4, num_stages=stages)
     for splits in sorted({1, 3, min(most, 2 * wanted), min(most, 4 * wanted), default}):
         for n in (32, 64, 128):
-            for warps in (2, 4, 8):
-                for stages in (2, 3, 5, 7):
-                    yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=splits, num_warps=warps, num_stages=stages)
+            for warps in (1, 2, 4, 8):
+                for ahead, stages in ((True, 2), (True, 3), (True, 4), (False, 3), (False, 5), (False, 7)):
+                    for pairs in (True, False) if byte else (False,):
+                        shape = dict(BLOCK_H=tall, BLOCK_N=n, SPLITS=splits, PAIRS=pairs, AHEAD=ahead)
+                        yield Config(**shape, num_warps=warps, num_stages=stages)
 
 
 def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
+    if config["PAIRS"] and not _has_pairs(value_cache):
+        return False
     width = triton.next_power_of_2(q.shape[-1]) + triton.next_power_of_2(value_cache.shape[-1])
     tokens, tall = config["BLOCK_N"], config["BLOCK_H"]
-    buffers = config["num_stages"] - 1 if device.vendor == "amd" else config["num_stages"] // 2
+    buffers = config["num_stages"] - 1 if device.vendor == "amd" or config["AHEAD"] else config["num_stages"] // 2
     loaded = tokens * width * key_cache.element_size() * max(1, buffers)
     # decoded tiles, queries and probabilities pass through shared memory on their way to the matrix unit
     staged = 2 * tokens * width + 2 * tall * (width + 2 * tokens)
     return loaded + staged + 2048 <= device.shared_limit
+
+
+def _has_pairs(cache: Tensor) -> bool:
+    """Can its rows be read as words of two codes, and do those fill a tile?"""
+    DV = cache.shape[-1]
+    even = all(s % 2 == 0 for s in cache.stride()[:-1]) and cache.data_ptr() % 2 == 0
+    return cache.element_size() == 1 and DV % 2 == 0 and DV > 16 and even
 
 
 def key_of(
@@ -307,7 +323,7 @@ def inputs(
     reference=reference, check=check, inputs=inputs, tol=tolerance,
     domain=dict(
         M=(0, 1, 2, 3, 5), H=(1, 2), group=(1, 3, 8, 20), D=(16, 33, 64, 80, 128), dv=(None, 24), page=(1, 3, 16),
-        tokens=(1, 17, 130, 600), dtype=(*FP8, torch.int8, None), q_dtype=QUERY_TYPES,
+        tokens=(1, 17, 130, 600), dtype=(*FP8, torch.int8, None), q_dtype=tuple(_TYPES),
         granularity=("none", "tensor", "head", "token_head"), lengths=("full", "random", "empty"), pages=(5, 29),
         kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset", "heads_first"),
     ),
@@ -357,9 +373,10 @@ def attention_decode(
     out = torch.empty((B, heads, DV), dtype=q.dtype, device=q.device)
     if B == 0:
         return out
-    fmt = FP8.get(key_cache.dtype)
-    integers = fmt is not None and not of(q.device).has_fp8_conversion(fmt.name)
-    caches = [c.view(torch.uint8) if integers else c for c in (key_cache, value_cache)]
+    constants = code_constants(key_cache, of(q.device))
+    k, v = (c.view(torch.uint8) if constants["KIND"] == "bytes" else c for c in (key_cache, value_cache))
+    if config["PAIRS"]:
+        v = value_cache.view(torch.int16)
     config = dict(config)
     splits = config.pop("SPLITS")
     part, top, total = out, None, None
@@ -368,14 +385,12 @@ def attention_decode(
         top, total = torch.empty((2, B, heads, splits), dtype=torch.float32, device=q.device)
     block_dv = max(16, triton.next_power_of_2(DV))
     _split_kernel[(B * H * triton.cdiv(heads // H, config["BLOCK_H"]), splits)](
-        q, *caches, block_table, seq_lens, k_scale, v_scale, key_scales, value_scales, part, top, total,
+        q, k, v, block_table, seq_lens, k_scale, v_scale, key_scales, value_scales, part, top, total,
         1 / math.sqrt(D) if softmax_scale is None else float(softmax_scale), H, block_table.shape[1] * page, splits,
-        *q.stride()[:2], block_table.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
+        *q.stride()[:2], block_table.stride(0), *k.stride()[:3], *v.stride()[:3],
         *scale_strides(k_scale, v_scale, key_scales, value_scales),
-        GROUP=heads // H, D=D, DV=DV, PAGE=page, INTEGERS=integers,
-        PROBABILITY=tl.bfloat16 if key_cache.dtype is torch.bfloat16 else tl.float16,
-        MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
-        IEEE=fmt is not None and fmt.kind == "ieee", ONLY=splits == 1,
+        GROUP=heads // H, D=D, DV=DV, PAGE=page, ONLY=splits == 1, OUT=_TYPES[q.dtype],
+        TYPE=tl.float16 if key_cache.element_size() == 1 else _TYPES[q.dtype], **constants,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_DV=block_dv, **config,
     )  # fmt: skip
     if splits > 1:
