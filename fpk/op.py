@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fpk import db
+from fpk._dispatch import dispatcher, refuse_grad
 from fpk.check import expect_inner_contiguous, expect_near, expect_same_device
 from fpk.db import Config
-from fpk.device import INTERPRETING, Device, of, pretended
+from fpk.device import INTERPRETING, Device, of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,14 +99,14 @@ class Op(Generic[P, R]):
         self._parameters = list(self.__signature__.parameters)
         self._names = set(self._parameters)
         self._defaults = {n: p.default for n, p in self.__signature__.parameters.items() if p.default is not p.empty}
-        self._memo: dict[Any, Config] = {}
+        self._memo: dict[Any, Any] = {}
         if list(inspect.signature(self.reference).parameters) != self._parameters:
             raise TypeError(f"{self.name}: reference and launcher take different arguments")
         interactive = self.launcher.__module__ == "__main__"  # a notebook cell that runs again replaces its op
         if self.name in OPS and not interactive:
             raise ValueError(f"{self.name} is declared twice: {OPS[self.name].__module__}, {self.__module__}")
         OPS[self.name] = self
-        self.look_up, self._run = _dispatcher(self)
+        self.look_up, self._run = dispatcher(self)
         self.torch_op = self._run if interactive else _register(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -224,10 +225,13 @@ class Op(Generic[P, R]):
         """Fill the memo. A hit has passed the checks: they read metadata only, and all of it is in the memo's key."""
         device = next((v.device for v in bound.values() if isinstance(v, Tensor)), None)
         config = self._resolve(bound, device)
+        self._remember(memo_key, config)
+        return config
+
+    def _remember(self, memo_key: Any, value: Any) -> None:
         if len(self._memo) >= _MEMO_LIMIT:
             self._memo.clear()
-        self._memo[memo_key] = config
-        return config
+        self._memo[memo_key] = value
 
     def _execute(self, bound: dict[str, Any], config: Config, device: torch.device | None) -> R:
         if not INTERPRETING and device is not None and device.type == "cpu":
@@ -236,44 +240,6 @@ class Op(Generic[P, R]):
                     return self.reference(**bound)  # type: ignore[call-arg]
             return self.reference(**bound)  # type: ignore[call-arg]
         return self._launch_on_device(bound, config, device)
-
-
-def _dispatcher(op: "Op[..., Any]") -> tuple[Callable[..., Config], Callable[..., Any]]:
-    """(look_up, run) of an op, written for its signature as dataclasses write theirs.
-
-    `look_up` takes the op's arguments and gives the config; a hit builds one flat tuple of metadata and reads one
-    dictionary. `run` is what `torch.ops.fpk.<name>` does with real tensors.
-    """
-    tensors = [n for n, p in op.__signature__.parameters.items() if "Tensor" in str(p.annotation)]
-    required = {n for n in tensors if op.__signature__.parameters[n].annotation is Tensor}
-    parts = ["pretended()", "active()"]
-    for name in op._parameters:
-        text = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.data_ptr() & 15"
-        parts.append(text if name in required else f"None if {name} is None else ({text})" if name in tensors else name)
-    grad = " or ".join(n + ".requires_grad" if n in required else f"({n} is not None and {n}.requires_grad)"
-                       for n in tensors) or "False"  # fmt: skip
-    first = next((n for n in op._parameters if n in required), None)
-    arguments = ", ".join(n if n not in op._defaults else f"{n}=defaults[{n!r}]" for n in op._parameters)
-    named = ", ".join(f"{n}={n}" for n in op._parameters)
-    source = f"""
-def look_up({arguments}):
-    if grad_enabled() and ({grad}):
-        refuse_grad(op.name, dict({named}))
-    memo_key = ({", ".join(parts)})
-    config = memo.get(memo_key)
-    if config is None:
-        return op._miss(memo_key, dict({named}))
-    return config
-
-def run({arguments}):
-    return op._execute(dict({named}), look_up({", ".join(op._parameters)}), {f"{first}.device" if first else "None"})
-"""
-    scope: dict[str, Any] = {
-        "op": op, "memo": op._memo, "defaults": op._defaults, "pretended": pretended, "active": db.active,
-        "grad_enabled": torch.is_grad_enabled, "refuse_grad": _refuse_grad,
-    }  # fmt: skip
-    exec(compile(source, f"<dispatch of {op.name}>", "exec"), scope)
-    return scope["look_up"], scope["run"]
 
 
 def op(*, reference: Callable[P, R], **parts: Any) -> Callable[[Callable[..., R]], Op[P, R]]:
@@ -292,15 +258,6 @@ def _constexprs(kernel: Any) -> frozenset[str]:
     return frozenset(p.name for p in parameters if "constexpr" in str(p.annotation))
 
 
-def _refuse_grad(name: str, bound: dict[str, Any]) -> None:
-    if torch.is_grad_enabled():
-        needing = next(n for n, v in bound.items() if isinstance(v, Tensor) and v.requires_grad)
-        raise ValueError(
-            f"{name}.{needing}: expected a tensor that needs no gradient (fpk is forward only: torch.no_grad() or "
-            f"detach()), got requires_grad=True"
-        )
-
-
 def _signature_without_config(launcher: Callable[..., Any]) -> inspect.Signature:
     hints = typing.get_type_hints(launcher)
     signature = inspect.signature(launcher)
@@ -317,7 +274,7 @@ def _register(op: "Op[..., Any]") -> Callable[..., Any]:
         bound = op.bind(*args, **kwargs)
         op._validate(bound)
         if any(isinstance(v, Tensor) and v.requires_grad for v in bound.values()):
-            _refuse_grad(op.name, bound)
+            refuse_grad(op.name, bound)
         return op.reference(**bound)
 
     op._run.__signature__ = op.__signature__  # type: ignore[attr-defined]

@@ -13,6 +13,8 @@ H200 = Device("sm90", "NVIDIA H200", "nv", 132)
 # Units are a keyword-passing, dictionary-merging Python call, 1.2 us on the two-core machine where the dispatch of four
 # tensors took 12 us and a cold look-up 14 us (2026-11-29). 15 us and 20 us are 12 and 17 units; twice that fails.
 MOST_UNITS, MOST_UNITS_COLD = 25, 34
+# A memo hit, its key included, takes 0.8 units or 1 us with four tensors
+MOST_UNITS_HIT = 1.6
 
 
 def silent(name, case):
@@ -58,6 +60,26 @@ def test_dispatch_is_cheap(call):
     assert ratio <= MOST_UNITS
 
 
+def hits(name, case):
+    """Calls of the op's look-up that its memo answers."""
+    op, args, _ = silent(name, case)
+    op.look_up(**args)
+    args = [args.get(n, op._defaults.get(n)) for n in op._parameters]
+    return lambda: op.look_up(*args)
+
+
+@pytest.mark.parametrize(
+    "name,case",
+    [("scaled_mm", dict(M=64, N=64, K=64)), ("quantize_fp8_token", dict(M=16, K=64))],
+    ids=lambda p: str(p)[:9],
+)
+def test_a_memo_hit_is_cheap(name, case):
+    """Arguments to config: tensors' metadata, database and modes included."""
+    us = seconds(hits(name, case)) / unit()
+    print(f"a memo hit of {name} costs {us:.2f} plain calls")
+    assert us <= MOST_UNITS_HIT
+
+
 def test_a_cold_lookup_is_cheap():
     """Key to configs with a table of 24 shapes, nothing memoised: some 20 us, here as a ratio."""
     rows = [
@@ -81,6 +103,17 @@ def test_a_cold_lookup_is_cheap():
 @pytest.mark.bench
 def test_bench_dispatch(call, benchmark):
     benchmark(call)
+
+
+@pytest.mark.bench
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the limit is for the host of a GPU")
+def test_bench_a_memo_hit_on_the_host_of_a_gpu():
+    empty = seconds(lambda: None)
+    for name, case in (("scaled_mm", dict(M=64, N=4096, K=4096)), ("quantize_fp8_token", dict(M=16, K=4096))):
+        us = 1e6 * (seconds(hits(name, case)) - empty)
+        print(f"a memo hit of {name} costs {us:.2f} us")
+        assert us <= 1.0
 
 
 @pytest.mark.bench

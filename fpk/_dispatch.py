@@ -1,0 +1,107 @@
+"""What stands between a call of an op and its launch: written per signature, as dataclasses write theirs.
+
+A call's config is memoised by everything that its checks and its choice read: metadata of every tensor, the other
+arguments, the database. Two entries find it. The full one is a flat tuple of all of that; building it takes some 0.4 us
+a tensor. The quick one is filed under an address and a size, and torch's own guard (which `torch.compile` runs before
+every call, in C++) tells in one call whether all tensors are again what they were.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fpk import db
+from fpk.device import _pretended
+
+try:
+    from torch._C._dynamo import guards as _guards
+
+    TensorGuards: Any = _guards.TensorGuards
+except (ImportError, AttributeError):  # no public name: without it only the full entry answers
+    TensorGuards = None
+
+if TYPE_CHECKING:
+    from fpk.op import Op
+
+__all__ = ["dispatcher", "refuse_grad"]
+
+
+def dispatcher(op: "Op[..., Any]") -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(look_up, run) of an op: `look_up` takes its arguments and gives the config, `run` also launches."""
+    parameters = op.__signature__.parameters
+    tensors = [n for n, p in parameters.items() if "Tensor" in str(p.annotation)]
+    required = [n for n in tensors if parameters[n].annotation is Tensor]
+    optional = [n for n in tensors if n not in required]
+    others = [n for n in parameters if n not in tensors]
+    parts = ["pretended()", "active()"]
+    for name in parameters:
+        text = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.data_ptr() & 15"
+        parts.append(
+            text if name in required else f"None if {name} is None else ({text})" if name in optional else name
+        )
+    grad = " or ".join([f"{n}.requires_grad" for n in required]
+                       + [f"({n} is not None and {n}.requires_grad)" for n in optional]) or "False"  # fmt: skip
+    signature = ", ".join(n if n not in op._defaults else f"{n}=defaults[{n!r}]" for n in parameters)
+    named = ", ".join(f"{n}={n}" for n in parameters)
+    first = required[0] if required else None
+    # a weight's address tells layers apart, and the first tensor's size how many tokens came
+    address = required[1] if len(required) > 1 else first
+    plain = " and ".join(f"{n} is None" for n in optional) or "True"
+    aligned = " | ".join(f"{n}.data_ptr()" if n != address else "at" for n in required)
+    filed = ", ".join([*(["at"] if len(required) > 1 else []), f"{first}.numel()", *others])
+    quick = f"""
+    here = None
+    if {plain}:
+        at = {address}.data_ptr()
+        here = ({filed},)
+        entry = memo.get(here)
+        if entry is not None:
+            same, database, invariant, scope, config = entry
+            if (same({", ".join(required)}) and not ({aligned}) & 15
+                    and database is in_use() and invariant is is_invariant() and scope is pretended()):
+                return config  # the guard has seen requires_grad, too
+"""
+    remember = f"""
+    if here is not None and not ({aligned}) & 15 and not ({grad}):
+        op._remember(here, (guard(({", ".join(required)},)), in_use(), is_invariant(), pretended(), config))
+"""
+    if TensorGuards is None or not required:
+        quick = remember = ""
+    source = f"""
+def look_up({signature}):{quick}
+    if grad_enabled() and ({grad}):
+        refuse_grad(op.name, dict({named}))
+    memo_key = ({", ".join(parts)})
+    config = memo.get(memo_key)
+    if config is None:
+        config = op._miss(memo_key, dict({named})){remember}
+    return config
+
+def run({signature}):
+    return op._execute(dict({named}), look_up({", ".join(parameters)}), {f"{first}.device" if first else "None"})
+"""
+    scope: dict[str, Any] = {
+        "op": op, "memo": op._memo, "defaults": op._defaults, "pretended": _pretended.get, "active": db.active,
+        "in_use": db._active.get, "is_invariant": db._invariant.get,
+        "grad_enabled": torch.is_grad_enabled, "refuse_grad": refuse_grad, "guard": _guard,
+    }  # fmt: skip
+    exec(compile(source, f"<dispatch of {op.name}>", "exec"), scope)
+    return scope["look_up"], scope["run"]
+
+
+def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
+    """A check that as many tensors have these types, dtypes, devices, shapes, strides and requires_grad."""
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]  # None would mean: any
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def refuse_grad(name: str, bound: dict[str, Any]) -> None:
+    """Raise ValueError if a tensor needs a gradient while gradients are recorded."""
+    if torch.is_grad_enabled():
+        needing = next(n for n, v in bound.items() if isinstance(v, Tensor) and v.requires_grad)
+        raise ValueError(
+            f"{name}.{needing}: expected a tensor that needs no gradient (fpk is forward only: torch.no_grad() or "
+            f"detach()), got requires_grad=True"
+        )

@@ -1,0 +1,124 @@
+"""What a memo hit of a call may take for the same call: everything that checks and choice read must be equal."""
+
+import pytest
+import torch
+
+import fpk
+from fpk import _dispatch, db
+from fpk.op import OPS
+
+CODES = torch.float8_e4m3fn
+
+
+@pytest.fixture(params=["quick", "full"])
+def misses(request, monkeypatch):
+    """The list of calls of scaled_mm that the memo did not answer; with torch's guard and without it."""
+    op, seen = OPS["scaled_mm"], []
+    miss, look_up = op._miss, op.look_up
+    if request.param == "full":
+        monkeypatch.setattr(_dispatch, "TensorGuards", None)
+        look_up = _dispatch.dispatcher(op)[0]
+    monkeypatch.setattr(op, "_miss", lambda key, bound: seen.append(bound) or miss(key, bound))
+    op._memo.clear()
+    yield look_up, seen
+    op._memo.clear()
+
+
+def arguments(M=16, N=32, K=64):
+    a, b = (torch.zeros(rows, K).to(CODES) for rows in (M, N))
+    return a, b, torch.ones(M, 1), torch.ones(N, 1)
+
+
+def test_the_same_call_is_a_hit(misses):
+    look_up, seen = misses
+    a, b, sa, sb = arguments()
+    first = look_up(a, b, sa, sb)
+    assert look_up(a, b, sa, sb) is first and look_up(a.clone(), b, sa.clone(), sb) is first
+    assert look_up(a, b, scale_b=sb, scale_a=sa, fast_accum=False) is first
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "other", ["shape", "strides", "dtype", "alignment", "argument", "optional", "database", "mode"]
+)
+def test_another_call_is_a_miss(misses, other):
+    """Each differs in one thing, at the same addresses and with as many elements where that can be."""
+    look_up, seen = misses
+    a, b, sa, sb = arguments()
+    look_up(a, b, sa, sb)
+    look_up(a, b, sa, sb)
+    more = {}
+    if other == "shape":
+        a, sa = arguments(M=8)[0], torch.ones(8, 1)
+    elif other == "strides":
+        a = torch.zeros(16, 128).to(CODES)[:, :64]
+    elif other == "dtype":
+        a = a.view(torch.float8_e5m2)
+        b = b.view(torch.float8_e5m2)
+    elif other == "alignment":
+        a = torch.zeros(16 * 64 + 1).to(CODES)[1:].view(16, 64)
+    elif other == "argument":
+        more = {"fast_accum": True}
+    elif other == "optional":
+        more = {"bias": torch.zeros(32)}
+    for _ in range(2):
+        if other == "database":
+            with db.use(database := db.Empty()):
+                look_up(a, b, sa, sb)
+                look_up(a, b, sa, sb)
+            del database
+            break
+        if other == "mode":
+            with db.batch_invariant():
+                look_up(a, b, sa, sb)
+        else:
+            look_up(a, b, sa, sb, **more)
+    assert len(seen) == 2
+
+
+def test_a_hit_does_not_spare_a_check(misses):
+    """As many elements at the same address, but another shape: refused as if it were the first call."""
+    look_up, _ = misses
+    a, b, sa, sb = arguments()
+    for _ in range(3):
+        look_up(a, b, sa, sb)
+    with pytest.raises(ValueError, match=r"scaled_mm\.b: expected"):
+        look_up(a.view(32, 32), b, sa, sb)
+    with pytest.raises(ValueError, match=r"scaled_mm\.scale_b: expected"):
+        look_up(a, b, sa, sb.view(1, 32))
+    with pytest.raises(ValueError, match=r"scaled_mm\.a: expected"):
+        look_up(torch.zeros(()).to(CODES), b, sa, sb)
+
+
+def test_one_tensor_of_as_many_elements_is_another_call(monkeypatch):
+    op, seen = OPS["quantize_fp8_token"], []
+    miss = op._miss
+    monkeypatch.setattr(op, "_miss", lambda key, bound: seen.append(bound["x"].shape) or miss(key, bound))
+    op._memo.clear()
+    data = torch.zeros(4096)
+    views = [data[:256].view(4, 64), data[:256].view(2, 128), data[:512].view(4, 128)[:, :64]]
+    for view in (*views, *views):
+        op.look_up(view)
+    assert len(seen) == 3
+
+
+def test_a_hit_does_not_let_a_gradient_pass(misses):
+    look_up, _ = misses
+    a, b, sa, sb = arguments()
+    for _ in range(2):
+        look_up(a, b, sa, sb)
+    sb.requires_grad_(True)
+    with torch.no_grad():
+        look_up(a, b, sa, sb)
+        look_up(a, b, sa, sb)
+    with pytest.raises(ValueError, match=r"scaled_mm\.scale_b: expected a tensor that needs no gradient"):
+        look_up(a, b, sa, sb)
+
+
+def test_the_memo_is_bounded(monkeypatch):
+    monkeypatch.setattr(fpk.op, "_MEMO_LIMIT", 8)
+    op = OPS["scaled_mm"]
+    op._memo.clear()
+    for _ in range(20):
+        op.look_up(*arguments())  # new addresses, the same key
+    assert len(op._memo) <= 8
