@@ -1,0 +1,274 @@
+"""Mutation testing of fpk's kernels: wrong versions made by rule, and whether the laws notice.
+
+    PYTHONPATH=tests python -m trust.mutate --out results/mutants.csv
+
+Each mutant lives in a process of its own, forked from one that has imported everything: it may crash or never end. It
+is *killed* if a law of an op that uses the function says so (`by` names the law, or how the process died); *invalid* if
+it raises an error instead, as a wrong shape does, which nobody could ship; else it has *survived*, and a person writes
+the reason into the table's last column, where later runs keep it.
+"""
+
+import argparse
+import csv
+import json
+import linecache
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import conftest  # noqa: F401  the interpreter's fixes, every op
+import guarded
+import pytest
+from op_laws import check_far_apart, check_strides, check_without_fp8_units, middle
+from planted import first_violation
+from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
+
+from fpk.op import OPS, Op
+from trust.mutations import Mutation, mutations
+
+COLUMNS = ("module", "function", "rule", "old", "new", "number", "verdict", "by", "reason")
+EXAMPLES = 40
+USERS = 5  # ops whose laws a shared function has to pass
+SECONDS = 90  # of processor time for one op's laws
+TESTS = Path(__file__).parents[1]
+FAMILIES = {
+    "quant": ("test_quant.py", "test_microscale.py"), "pack": ("test_pack.py",), "gemm": ("test_gemm.py",),
+    "moe": ("test_moe.py", "test_activation.py"), "attention": ("test_attention.py",),
+}  # fmt: skip
+
+
+# ---- which function belongs to which op ----------------------------------------------------------------------------
+def jitted() -> dict[tuple[str, str], InterpretedFunction]:
+    """Every jitted function of fpk.kernels, by module and name."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("fpk.kernels"):
+            for value in vars(module).values():
+                if isinstance(value, InterpretedFunction) and value.fn.__module__ == name:
+                    found[name, value.fn.__name__] = value
+    return found
+
+
+def reached(op: Op) -> set[tuple[str, str]]:
+    """Jitted functions that the op's launcher can come to."""
+    seen: set[int] = set()
+    found: set[tuple[str, str]] = set()
+    waiting: list = [op.launcher, *(k.fn for k in op.kernels.values())]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, InterpretedFunction):
+            found.add((value.fn.__module__, value.fn.__name__))
+            value = value.fn
+        function = getattr(value, "__wrapped__", value)
+        if not isinstance(function, types.FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        if not function.__module__.startswith(("fpk.kernels", "fpk.op")):
+            continue
+        codes = [function.__code__]
+        for code in codes:
+            codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        names = {n for code in codes for n in code.co_names}
+        for value in (function.__globals__.get(n) for n in names):
+            waiting += value.values() if isinstance(value, dict) else [value]
+    return found
+
+
+def users() -> dict[tuple[str, str], list[Op]]:
+    """Up to USERS ops that use each function, its own first."""
+    found: dict[tuple[str, str], list[Op]] = {key: [] for key in jitted()}
+    for op in OPS.values():
+        for key in reached(op):
+            found[key].append(op)
+    for (module, _), ops in found.items():
+        taken: dict[str, int] = {}  # families take turns
+        for op in sorted(ops, key=lambda op: op.name):
+            family = op.launcher.__module__.split(".")[2]
+            taken[op.name] = sum(o.launcher.__module__.split(".")[2] == family for o in ops if o.name in taken)
+        ops.sort(key=lambda op: (op.launcher.__module__ != module, taken[op.name], op.name))
+        del ops[USERS:]
+    return found
+
+
+# ---- one mutant ----------------------------------------------------------------------------------------------------
+def put(mutation: Mutation, folder: Path) -> None:
+    """Make this process's kernels use the mutated function."""
+    function = jitted()[mutation.module, mutation.function]
+    path = folder / f"{mutation.function}.py"
+    path.write_text(mutation.source)
+    linecache.checkcache(str(path))
+    scope: dict[str, Callable] = {}
+    exec(compile(mutation.source, str(path), "exec"), function.fn.__globals__, scope)
+    function.fn = scope[mutation.function]
+    function.rewriter = FunctionRewriter(function.fn, **function.kwargs)
+
+
+def at_random(op: Op) -> None:
+    violation = first_violation(op, EXAMPLES)
+    assert violation is None, violation
+
+
+def without_fp8_units(op: Op) -> None:
+    for case in (middle(op), {n: tuple(v)[-1] for n, v in op.domain.items()}):
+        check_without_fp8_units(op, case)
+
+
+def family(op: Op) -> None:
+    """The laws of the op's family, each of them a test."""
+    files = [str(TESTS / "laws" / f) for f in FAMILIES[op.launcher.__module__.split(".")[2]]]
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:terminal", *files])
+    assert code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), "a law of the family fails"
+
+
+LAWS = dict(pairs=at_random, strides=check_strides, far_apart=check_far_apart, no_fp8_units=without_fp8_units)
+
+
+def attack(ops: list[Op], families: bool) -> tuple[str, str]:
+    """(verdict, by) of the laws of these ops, in this process."""
+    plan = [(name, law, op) for op in ops for name, law in LAWS.items()]
+    if families:
+        firsts = {op.launcher.__module__.split(".")[2]: op for op in reversed(ops)}
+        plan += [("family", family, op) for op in firsts.values()]
+    for name, law, op in plan:
+        spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, resource.RLIM_INFINITY))
+        try:
+            law(op)
+        except AssertionError as error:
+            how = "memory" if "behind its tensor" in str(error) else "values"
+            return "killed", f"{op.name} {name} {how}"
+        except BaseException as error:  # whatever the kernel's body raises
+            return "invalid", f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    return "survived", ""
+
+
+class Installing:
+    """What guarded.install asks of pytest's monkeypatch; the process ends before anything must be undone."""
+
+    setattr = staticmethod(setattr)
+
+
+def judge(mutation: Mutation, ops: list[Op], families: bool, answer: Path) -> None:
+    """In the forked child: leave the verdict in `answer`, then end without cleaning up."""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+        guarded.install(Installing)
+        put(mutation, Path(folder))
+        answer.write_text(json.dumps(attack(ops, families)))
+    os._exit(0)
+
+
+def verdicts(
+    plan: Iterable[tuple[Mutation, list[Op]]], jobs: int = 1, families: bool = True
+) -> Iterator[tuple[Mutation, str, str]]:
+    """(mutation, verdict, by) of each, as they come."""
+    running: dict[int, tuple[Mutation, Path]] = {}
+    waiting = iter(plan)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(1 << 30):
+            following = next(waiting, None) if len(running) < jobs else None
+            if following is not None:
+                answer = Path(folder, str(number))
+                child = os.fork()
+                if child == 0:
+                    try:
+                        judge(*following, families, answer)
+                    finally:
+                        os._exit(1)
+                running[child] = (following[0], answer)
+                continue
+            if not running:
+                return
+            child, status = os.wait()
+            mutation, answer = running.pop(child)
+            if answer.exists():
+                yield mutation, *json.loads(answer.read_text())
+            elif os.WIFSIGNALED(status):
+                died = signal.Signals(os.WTERMSIG(status)).name
+                yield mutation, "killed", "does not end" if died == "SIGXCPU" else f"crash {died}"
+            else:
+                yield mutation, "invalid", f"exit status {os.waitstatus_to_exitcode(status)}"
+
+
+# ---- choice and table ----------------------------------------------------------------------------------------------
+def all_mutations() -> dict[tuple[str, str], list[Mutation]]:
+    return {key: mutations(key[0], function.fn) for key, function in jitted().items()}
+
+
+def drawn(per_file: int, per_helper: int, seed: int) -> list[Mutation]:
+    """So many mutants of each op's file and each helper function, rules taking turns."""
+    rng = random.Random(seed)
+    groups: dict[tuple[str, ...], list[Mutation]] = {}
+    for (module, function), found in all_mutations().items():
+        shared = module.rpartition(".")[2].startswith("_")
+        groups.setdefault((module, function) if shared else (module,), []).extend(found)
+    chosen = []
+    for key, found in groups.items():
+        by_rule: dict[str, list[Mutation]] = {}
+        for mutation in rng.sample(found, len(found)):
+            by_rule.setdefault(mutation.rule, []).append(mutation)
+        rules = rng.sample(list(by_rule.values()), len(by_rule))
+        turns = [rule[turn] for turn in range(len(found)) for rule in rules if turn < len(rule)]
+        chosen += turns[: per_file if len(key) == 1 else per_helper]
+    return chosen
+
+
+def read_table(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {tuple(row[c] for c in COLUMNS[:6]): row for row in csv.DictReader(file)}
+
+
+def write_table(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: tuple(row[c] for c in COLUMNS[:6])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--per-file", type=int, default=8, help="mutants of each op's file")
+    parser.add_argument("--per-helper", type=int, default=3, help="mutants of each function that ops share")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("results/mutants.csv"))
+    parser.add_argument("--only", default="", help="modules that contain this text")
+    parser.add_argument("--survivors", action="store_true", help="judge the table's survivors again, nothing else")
+    parser.add_argument("--no-families", action="store_true", help="without the laws of families, which are slow")
+    args = parser.parse_args()
+    known, using = read_table(args.out), users()
+    if args.survivors:
+        chosen = [
+            m for found in all_mutations().values() for m in found if known.get(m.id, {}).get("verdict") == "survived"
+        ]
+    else:
+        chosen = drawn(args.per_file, args.per_helper, args.seed)
+    chosen = [m for m in chosen if args.only in m.module]
+    rows = dict(known) if args.survivors or args.only else {}
+    start = time.monotonic()
+    plan = [(m, using[m.module, m.function]) for m in chosen if using[m.module, m.function]]
+    for count, (mutation, verdict, by) in enumerate(verdicts(plan, args.jobs, not args.no_families), 1):
+        reason = known.get(mutation.id, {}).get("reason", "") if verdict == "survived" else ""
+        rows[mutation.id] = dict(zip(COLUMNS, (*mutation.id, verdict, by, reason), strict=True))
+        print(f"{count}/{len(plan)} {time.monotonic() - start:.0f}s {verdict}: {mutation} {by}", flush=True)
+        write_table(args.out, rows.values())
+    counts = {v: sum(r["verdict"] == v for r in rows.values()) for v in ("killed", "survived", "invalid")}
+    valid = counts["killed"] + counts["survived"]
+    print(f"{counts}: {counts['killed'] / max(valid, 1):.1%} of {valid} killed")
+
+
+if __name__ == "__main__":
+    main()
