@@ -11,7 +11,7 @@ EXTRAS := dev,study
 stage = @start=$$(date +%s); $(2) || { echo "stage $(1): failed"; exit 1; }; \
 	echo "$(1) $$start $$(date +%s)" | awk '{ printf "stage %s: %.1f min\n", $$1, ($$3 - $$2) / 60 }'
 
-.PHONY: demo test lint cross bench install
+.PHONY: demo test lint cross bench notebooks install
 
 demo: install
 	$(call stage,demo,$(BIN)/fpk study --out out/demo)
@@ -31,6 +31,10 @@ cross: install
 # timings: needs an idle GPU
 bench: install
 	$(call stage,bench,$(BIN)/pytest -o addopts= -p no:cacheprovider -m bench --benchmark-only tests)
+
+# every notebook from top to bottom: pages with its figures in out/notebooks
+notebooks: install
+	$(call stage,notebooks,$(BIN)/python tests/run_notebooks.py --out out/notebooks --ipynb)
 
 install: $(INSTALLED)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from fpk.study.report import png_of
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -29,6 +31,7 @@ def figure(height: float, rows: int = 1, columns: int = 1, **more: Any) -> "tupl
 
     made = Figure(figsize=(WIDTH, height), dpi=160, layout="constrained")
     FigureCanvasAgg(made)
+    made._repr_png_ = lambda: png_of(made)  # type: ignore[attr-defined]  # so that a notebook shows it
     axes = made.subplots(rows, columns, squeeze=False, **more)
     return made, list(axes.flat)
 
@@ -50,6 +53,16 @@ def legend(ax: "Axes", columns: int = 4) -> None:
     """Above the axes: inside, it would lie on points."""
     if ax.get_legend_handles_labels()[1]:
         ax.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2)
+
+
+def logarithmic(ax: "Axes", x: float | None = 2, y: float | None = 10) -> None:
+    """Logarithmic axes of these bases (None: linear), labelled with plain numbers."""
+    for base, axis, scale in ((x, ax.xaxis, ax.set_xscale), (y, ax.yaxis, ax.set_yscale)):
+        if base is not None:
+            scale("log", base=base)
+            axis.set_major_formatter(_plain)
+            axis.set_minor_formatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else "")
+    ax.tick_params(which="minor", labelsize=7)
 
 
 def _plain(value: float, _: Any = None) -> str:
@@ -119,8 +132,10 @@ def speedups(frame: pd.DataFrame, over: str = "torch", most: int = 40) -> "Figur
     ax.barh(y, both["ratio"] - 1, left=1, height=0.66, color=colours, xerr=both["noise"],
             error_kw={"ecolor": _GREY, "elinewidth": 0.9})  # fmt: skip
     for position, ratio in zip(y, both["ratio"], strict=True):
-        ax.annotate(f"{ratio:.2f}", (max(ratio, 1), position), xytext=(9, 0), textcoords="offset points", fontsize=7,
-                    va="center")  # fmt: skip
+        label = f"{ratio:.2f}" if ratio > 0.1 else f"{ratio:.1g}"
+        ax.annotate(
+            label, (max(ratio, 1), position), xytext=(9, 0), textcoords="offset points", fontsize=7, va="center"
+        )
     ax.axvline(1, color="black", linewidth=1)
     ax.set_yticks(y, [f"{o}  {c}" for o, c in zip(both["op"], both["case"], strict=True)], fontsize=7)
     ax.set_ylim(len(both) - 0.4, -0.6)
@@ -309,3 +324,23 @@ def _label_column(ax: "Axes", points: pd.DataFrame, x: float) -> None:
         at = (row["bits"], 100 * row["rel_err"])
         ax.annotate(row["scheme"], at, xytext=(x, 10**height), fontsize=7, va="center",
                     arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "shrinkA": 0})  # fmt: skip
+
+
+def number_lines(formats: Sequence[str], low: float = 2.0**-4, high: float | None = None) -> "Figure":
+    """The positive values of formats on a logarithmic line each, from `low` to their largest."""
+    from fpk.study.formats import values_of
+
+    made, (ax,) = figure(0.9 + 0.42 * len(formats))
+    for number, name in enumerate(formats):
+        values = values_of(name).numpy()
+        values = values[(values >= low) & (values <= (high or math.inf))]
+        ax.vlines(values, number - 0.32, number + 0.32, color=COLOURS[number % len(COLOURS)], linewidth=1)
+        ax.annotate(f"to {values.max():g}", (values.max(), number), xytext=(5, 0), textcoords="offset points",
+                    fontsize=8, va="center")  # fmt: skip
+    ax.set_yticks(range(len(formats)), list(formats))
+    ax.set_ylim(len(formats) - 0.4, -0.6)
+    ax.set_xscale("log", base=2)
+    ax.margins(x=0.1)
+    ax.xaxis.set_major_formatter(_plain)
+    tidy(ax, "positive values", grid="x")
+    return made

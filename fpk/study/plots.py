@@ -10,6 +10,7 @@ import pandas as pd
 
 from fpk.formats import scheme_of
 from fpk.study.measure import BASELINE, Study
+from fpk.study.report import png_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +37,7 @@ def _figure(
 
     figure = Figure(figsize=(_WIDTH, _BOTTOM + 0.27 * rows), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
+    figure._repr_png_ = lambda: png_of(figure)  # type: ignore[attr-defined]  # so that a notebook shows it
     axes = figure.subplots(1, panels, sharey=sharey, width_ratios=widths, squeeze=False)
     return figure, list(axes[0])
 
