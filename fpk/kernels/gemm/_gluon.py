@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fpk.db import Config
+
 AVAILABLE = triton.__version__.startswith(("3.6.", "3.9."))
 TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5, torch.int8: gl.int8,
@@ -32,6 +34,12 @@ def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     swizzle = min(128, cols * x.element_size())
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * x.element_size(), rank=2)
     return TensorDescriptor.from_tensor(x, [rows, cols], layout)
+
+
+def consumer_tile(config: Config) -> tuple[int, int]:
+    """(rows of the left operand, rows of the right one) of each consumer: one of them is halved, 64 rows are not."""
+    left, right = (config["BLOCK_N"], config["BLOCK_M"]) if config["SWAP"] else (config["BLOCK_M"], config["BLOCK_N"])
+    return (left // 2, right) if left >= 128 else (left, right // 2)
 
 
 @gluon.jit
@@ -60,10 +68,13 @@ def locate(item, tiles_l, tiles_r, steps, GROUP: gl.constexpr, SPLIT_K: gl.const
 @gluon.jit
 def produce(
     left_desc, right_desc, left_bufs, right_bufs, full, empty, tiles_l, tiles_r, steps,
-    ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SPLIT_K: gl.constexpr, MULTIPLE: gl.constexpr,
+    ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, TALL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, SPLIT_K: gl.constexpr, MULTIPLE: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring. Each of the two consumers has its own ROWS_L rows of the left tile; steps come in MULTIPLEs."""
+    """Fill the ring. The two consumers share the right tile and halve the left one (TALL), or the other way round.
+    Steps come in MULTIPLEs."""
+    LEFT: gl.constexpr = 2 if TALL else 1
+    RIGHT: gl.constexpr = 1 if TALL else 2
     turn = 0
     for item in range(gl.program_id(0), tiles_l * tiles_r * SPLIT_K, gl.num_programs(0)):
         tile_l, tile_r, _, begin, end = locate(item, tiles_l, tiles_r, steps, GROUP, SPLIT_K)
@@ -71,10 +82,13 @@ def produce(
             slot = turn % STAGES
             mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
             bar = full.index(slot)
-            mbarrier.expect(bar, (2 * ROWS_L + ROWS_R) * BLOCK_K)
-            for i in gl.static_range(2):
-                tma_load(left_desc, [(2 * tile_l + i) * ROWS_L, k * BLOCK_K], bar, left_bufs.index(slot * 2 + i))
-            tma_load(right_desc, [tile_r * ROWS_R, k * BLOCK_K], bar, right_bufs.index(slot))
+            mbarrier.expect(bar, (LEFT * ROWS_L + RIGHT * ROWS_R) * BLOCK_K)
+            for i in gl.static_range(LEFT):
+                row = (LEFT * tile_l + i) * ROWS_L
+                tma_load(left_desc, [row, k * BLOCK_K], bar, left_bufs.index(slot * LEFT + i))
+            for i in gl.static_range(RIGHT):
+                row = (RIGHT * tile_r + i) * ROWS_R
+                tma_load(right_desc, [row, k * BLOCK_K], bar, right_bufs.index(slot * RIGHT + i))
             turn += 1
 
 

@@ -14,7 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fpk.db import Config
 from fpk.device import Device
-from fpk.kernels.gemm._gluon import TYPES, after_previous, descriptor, locate, produce, put_halves, put_pointers
+from fpk.kernels.gemm._gluon import (
+    TYPES,
+    after_previous,
+    consumer_tile,
+    descriptor,
+    locate,
+    produce,
+    put_halves,
+    put_pointers,
+)
 from fpk.kernels.gemm._launch import dependent
 
 
@@ -24,29 +33,37 @@ def _factor(
     GROUP: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """Product of the scales of step k, per token; 0 from step `end` on."""
-    block_k = (k * BLOCK_K + offset_k) // COLS if COLS > 0 else 0
+    if COLS == BLOCK_K:  # then whole steps make a block, and there is no offset
+        block_k = k
+    else:
+        block_k = (k * BLOCK_K + offset_k) // COLS if COLS > 0 else 0
+    group_k = k if GROUP == BLOCK_K else k * BLOCK_K // GROUP
     scale_b = gl.load(sb_row + block_k * stride_sbk.to(gl.int64), mask=k < end, other=0.0)
-    scale_a = gl.load(sa_rows + k * BLOCK_K // GROUP * stride_sak.to(gl.int64), mask=mask_m & (k < end), other=0.0)
+    scale_a = gl.load(sa_rows + group_k * stride_sak.to(gl.int64), mask=mask_m & (k < end), other=0.0)
     return scale_a, scale_b
 
 
 @gluon.jit
 def _consume(
-    out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty,
+    out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, order,
     sa_ptr, sb_ptr, bias_ptr, tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
     stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
     WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OUT: gl.constexpr,
-    SWAP: gl.constexpr, ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+    SWAP: gl.constexpr, ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, TALL: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Multiply one half of each tile, two steps a turn: the unit works on the second product while the first one is
     scaled. The scales of a turn are fetched during the turn before."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS_R, 32])
     AXIS_M: gl.constexpr = 0 if SWAP else 1
+    LEFT: gl.constexpr = 2 if TALL else 1
+    RIGHT: gl.constexpr = 1 if TALL else 2
+    PART_L: gl.constexpr = WHICH if TALL else 0
+    PART_R: gl.constexpr = 0 if TALL else WHICH
     turn = 0
     for item in range(gl.program_id(0), tiles_l * tiles_r * SPLIT_K, gl.num_programs(0)):
         tile_l, tile_r, part, begin, end = locate(item, tiles_l, tiles_r, steps, GROUP_M, SPLIT_K)
-        row, column = (2 * tile_l + WHICH) * ROWS_L, tile_r * ROWS_R
+        row, column = (LEFT * tile_l + PART_L) * ROWS_L, (RIGHT * tile_r + PART_R) * ROWS_R
         offs_l = row + gl.arange(0, ROWS_L, layout=gl.SliceLayout(1, layout))
         offs_r = column + gl.arange(0, ROWS_R, layout=gl.SliceLayout(0, layout))
         if SWAP:
@@ -67,14 +84,16 @@ def _consume(
         )
         for k in range(begin, end, 2):
             slot_0, slot_1 = turn % STAGES, (turn + 1) % STAGES
+            if ORDER:
+                mbarrier.wait(order.index(WHICH), ((turn // 2) & 1) ^ (1 - WHICH))
             mbarrier.wait(full.index(slot_0), (turn // STAGES) & 1)
             token_0 = warpgroup_mma(
-                left_bufs.index(slot_0 * 2 + WHICH), right_bufs.index(slot_0).permute((1, 0)),
+                left_bufs.index(slot_0 * LEFT + PART_L), right_bufs.index(slot_0 * RIGHT + PART_R).permute((1, 0)),
                 gl.zeros((ROWS_L, ROWS_R), gl.float32, layout), use_acc=False, is_async=True,
             )  # fmt: skip
             mbarrier.wait(full.index(slot_1), ((turn + 1) // STAGES) & 1)
             token_1 = warpgroup_mma(
-                left_bufs.index(slot_1 * 2 + WHICH), right_bufs.index(slot_1).permute((1, 0)),
+                left_bufs.index(slot_1 * LEFT + PART_L), right_bufs.index(slot_1 * RIGHT + PART_R).permute((1, 0)),
                 gl.zeros((ROWS_L, ROWS_R), gl.float32, layout), use_acc=False, is_async=True,
             )  # fmt: skip
             factor_0 = gl.expand_dims(sa_0 * sb_0, AXIS_M)
@@ -86,6 +105,8 @@ def _consume(
                 sa_rows, sb_row, mask_m, k + 3, end, offset_k, stride_sak, stride_sbk, GROUP, COLS, BLOCK_K
             )
             product_0 = warpgroup_mma_wait(1, deps=[token_0])
+            if ORDER:
+                mbarrier.arrive(order.index(1 - WHICH), count=1)
             mbarrier.arrive(empty.index(slot_0), count=1)
             acc += product_0 * factor_0
             product_1 = warpgroup_mma_wait(0, deps=[token_1])
@@ -116,44 +137,48 @@ def group_warps_kernel(
     M, N, K, offset_n, offset_k, stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
     PDL: gl.constexpr, CODES: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
     OUT: gl.constexpr, SWAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Persistent; SWAP: weights on the 64-row side; SPLIT_K > 1: raw sums to out_ptr, for an ordered reduction."""
     after_previous(PDL)
-    ROWS_L: gl.constexpr = (BLOCK_N if SWAP else BLOCK_M) // 2
-    ROWS_R: gl.constexpr = BLOCK_M if SWAP else BLOCK_N
-    left_bufs = gl.allocate_shared_memory(CODES, [STAGES * 2, ROWS_L, BLOCK_K], left_desc.layout)
-    right_bufs = gl.allocate_shared_memory(CODES, [STAGES, ROWS_R, BLOCK_K], right_desc.layout)
+    ROWS_L: gl.constexpr = left_desc.block_shape[0]
+    ROWS_R: gl.constexpr = right_desc.block_shape[0]
+    TALL: gl.constexpr = (BLOCK_N if SWAP else BLOCK_M) == 2 * ROWS_L
+    left_bufs = gl.allocate_shared_memory(CODES, [STAGES * (2 if TALL else 1), ROWS_L, BLOCK_K], left_desc.layout)
+    right_bufs = gl.allocate_shared_memory(CODES, [STAGES * (1 if TALL else 2), ROWS_R, BLOCK_K], right_desc.layout)
     if SWAP or SPLIT_K > 1:
         out_bufs = left_bufs  # unused
     else:
         out_bufs = gl.allocate_shared_memory(OUT, [2, ROWS_L, ROWS_R // 2], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(order.index(0), count=1)
+    mbarrier.init(order.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    tiles_l = gl.cdiv(N if SWAP else M, 2 * ROWS_L)
-    tiles_r = gl.cdiv(M if SWAP else N, ROWS_R)
+    tiles_l = gl.cdiv(N if SWAP else M, BLOCK_N if SWAP else BLOCK_M)
+    tiles_r = gl.cdiv(M if SWAP else N, BLOCK_M if SWAP else BLOCK_N)
     steps = gl.cdiv(K, BLOCK_K)
     gl.warp_specialize(
         [
             (_consume, (
-                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, sa_ptr, sb_ptr, bias_ptr,
+                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, order, sa_ptr, sb_ptr, bias_ptr,
                 tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
                 stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
-                0, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+                0, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, TALL, BLOCK_K, STAGES, GROUP_M, SPLIT_K, ORDER,
             )),
             (_consume, (
-                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, sa_ptr, sb_ptr, bias_ptr,
+                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, order, sa_ptr, sb_ptr, bias_ptr,
                 tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
                 stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
-                1, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+                1, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, TALL, BLOCK_K, STAGES, GROUP_M, SPLIT_K, ORDER,
             )),
             (produce, (
                 left_desc, right_desc, left_bufs, right_bufs, full, empty, tiles_l, tiles_r, steps,
-                ROWS_L, ROWS_R, BLOCK_K, STAGES, GROUP_M, SPLIT_K, 2,
+                ROWS_L, ROWS_R, TALL, BLOCK_K, STAGES, GROUP_M, SPLIT_K, 2,
             )),
         ],
         [4, 4], [240, 24],
@@ -168,11 +193,12 @@ def launch(
     (M, K), N = a.shape, b.shape[0]
     block_m, block_n, block_k = (config[f"BLOCK_{d}"] for d in "MNK")
     items = triton.cdiv(M, block_m) * triton.cdiv(N, block_n) * config["SPLIT_K"]
-    left, right, rows_l, rows_r = (b, a, block_n // 2, block_m) if config["SWAP"] else (a, b, block_m // 2, block_n)
+    left, right = (b, a) if config["SWAP"] else (a, b)
+    rows_l, rows_r = consumer_tile(config)
     by_pointers = config["SWAP"] or config["SPLIT_K"] > 1
     group_warps_kernel[(min(device.sm_count, items),)](
         descriptor(left, rows_l, block_k), descriptor(right, rows_r, block_k),
         None if by_pointers else descriptor(out, rows_l, rows_r // 2), parts if by_pointers else None,
         scale_a, scale_b, bias, M, N, K, offset_n, offset_k, out.stride(0), *scale_a.stride(), *scale_b.stride(),
-        CODES=TYPES[a.dtype], OUT=TYPES[out.dtype], **scaling, **config, **dependent(device, M),
+        CODES=TYPES[a.dtype], OUT=TYPES[out.dtype], **scaling, **(dict(ORDER=True) | config), **dependent(device, M),
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 wgmma reads its left operand from registers in pairs of columns 2q, 2q + 1 and 2q + 8, 2q + 9 of every 16 (q: a thread's
 place among four), whereas a thread best reads four neighbouring codes. So columns are renamed: inside each 16, code
-4q + 2h + e stands where wgmma expects 8h + 2q + e. The activations, which go through shared memory, are written there
-in the same order.
+4q + 2h + e stands where wgmma expects 8h + 2q + e. The activations, which go through shared memory, are reordered there
+by warps of their own.
 """
 
 from triton.experimental import gluon
@@ -19,46 +19,49 @@ from fpk.kernels.gemm._gluon import after_previous, barrier, locate, put_pointer
 
 
 @gluon.jit
-def _produce_codes(
-    w_desc, w_bufs, full, empty, tiles_n, tiles_m, steps,
-    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+def _produce(
+    w_desc, a_desc, w_bufs, a_bufs, landed, empty, tiles_n, tiles_m, steps,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    SPLIT_K: gl.constexpr,
 ):  # fmt: skip
+    """Fill the ring with codes and activations."""
     turn = 0
     for item in range(gl.program_id(0), tiles_n * tiles_m * SPLIT_K, gl.num_programs(0)):
-        tile_n, _, _, begin, end = locate(item, tiles_n, tiles_m, steps, GROUP_M, SPLIT_K)
+        tile_n, tile_m, _, begin, end = locate(item, tiles_n, tiles_m, steps, GROUP_M, SPLIT_K)
         for k in range(begin, end):
             slot = turn % STAGES
             mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), 2 * ROWS * BLOCK_K)
+            bar = landed.index(slot)
+            mbarrier.expect(bar, (2 * ROWS + 2 * BLOCK_M) * BLOCK_K)
             for i in gl.static_range(2):
-                tma_load(w_desc, [(2 * tile_n + i) * ROWS, k * BLOCK_K], full.index(slot), w_bufs.index(slot * 2 + i))
+                tma_load(w_desc, [(2 * tile_n + i) * ROWS, k * BLOCK_K], bar, w_bufs.index(slot * 2 + i))
+            for h in gl.static_range(BLOCK_K // 64):
+                buf = a_bufs.index(slot * (BLOCK_K // 64) + h)
+                tma_load(a_desc, [tile_m * BLOCK_M, k * BLOCK_K + h * 64], bar, buf)
             turn += 1
 
 
 @gluon.jit
-def _produce_activations(
-    a_ptr, a_bufs, full, empty, tiles_n, tiles_m, steps, M, K, stride_am,
+def _rename(
+    a_bufs, landed, full, tiles_n, tiles_m, steps,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
-    """Activations, columns renamed; rows from M and columns from K on are zeros. PIECE rows fit the registers."""
+    """Reorder the columns of the activations where they landed, as many rows at a time as registers hold."""
     PIECE: gl.constexpr = min(BLOCK_M, 64)
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     turn = 0
     for item in range(gl.program_id(0), tiles_n * tiles_m * SPLIT_K, gl.num_programs(0)):
-        _, tile_m, _, begin, end = locate(item, tiles_n, tiles_m, steps, GROUP_M, SPLIT_K)
-        offs_m = tile_m * BLOCK_M + gl.arange(0, PIECE, layout=gl.SliceLayout(1, layout))
-        offs_k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-        rows = a_ptr + offs_m.to(gl.int64)[:, None] * stride_am + offs_k[None, :]
-        for k in range(begin, end):
+        _, _, _, begin, end = locate(item, tiles_n, tiles_m, steps, GROUP_M, SPLIT_K)
+        for _ in range(begin, end):
             slot = turn % STAGES
-            mask_k = (offs_k < K - k * BLOCK_K)[None, :]
-            for first in gl.static_range(0, BLOCK_M, PIECE):
-                mask = (offs_m < M - first)[:, None] & mask_k
-                a = gl.load(rows + first * stride_am.to(gl.int64) + k * BLOCK_K, mask=mask, other=0.0)
-                a = a.reshape((PIECE, BLOCK_K // 16, 4, 2, 2)).permute((0, 1, 3, 2, 4)).reshape((PIECE, BLOCK_K))
-                if first == 0:
-                    mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
-                a_bufs.index(slot).slice(first, PIECE, dim=0).store(a)
+            mbarrier.wait(landed.index(slot), (turn // STAGES) & 1)
+            for h in gl.static_range(BLOCK_K // 64):
+                for first in gl.static_range(0, BLOCK_M, PIECE):
+                    buf = a_bufs.index(slot * (BLOCK_K // 64) + h).slice(first, PIECE, dim=0)
+                    a = buf.load(layout)
+                    a = a.reshape((PIECE, 4, 4, 2, 2)).permute((0, 1, 3, 2, 4)).reshape((PIECE, 64))
+                    barrier()
+                    buf.store(a)
             fence_async_shared()
             barrier()
             mbarrier.arrive(full.index(slot), count=1)
@@ -78,8 +81,35 @@ def _decode(codes, FP8: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _operand(codes, FP8: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """Codes [rows, 64] as the left operand of wgmma, columns renamed."""
+    values = _decode(codes, FP8, DTYPE).reshape((codes.shape[0], 4, 4, 2, 2)).permute((0, 1, 3, 2, 4))
+    return gl.convert_layout(values.reshape((codes.shape[0], 64)), layout)
+
+
+@gluon.jit
+def _multiply(
+    acc, codes, a_bufs, slot, use_acc, FP8: gl.constexpr, DTYPE: gl.constexpr, BLOCK_K: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """acc + codes @ activations. The second half of the codes is decoded while the unit multiplies the first."""
+    if BLOCK_K == 64:
+        weights = _operand(codes, FP8, DTYPE, layout)
+        token = warpgroup_mma(weights, a_bufs.index(slot).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[token])
+    else:
+        first, second = codes.reshape((codes.shape[0], 2, 64)).permute((0, 2, 1)).split()
+        weights_0 = _operand(first, FP8, DTYPE, layout)
+        token = warpgroup_mma(weights_0, a_bufs.index(2 * slot).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+        weights_1 = _operand(second, FP8, DTYPE, layout)
+        token = warpgroup_mma(weights_1, a_bufs.index(2 * slot + 1).permute((1, 0)), token, is_async=True)
+        acc, _ = warpgroup_mma_wait(0, deps=[token, weights_0])
+    return acc
+
+
+@gluon.jit
 def _consume(
-    out_ptr, w_bufs, a_bufs, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
+    out_ptr, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
     stride_om, stride_sn, stride_sk,
     WHICH: gl.constexpr, ROWS_S: gl.constexpr, COLS: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -94,24 +124,21 @@ def _consume(
         tile_n, tile_m, part, begin, end = locate(item, tiles_n, tiles_m, steps, GROUP_M, SPLIT_K)
         offs_n = (2 * tile_n + WHICH) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
-        scale_rows = scale_ptr + (offs_n // ROWS_S if ROWS_S > 0 else offs_n * 0) * stride_sn
+        scale_rows = scale_ptr + (offs_n // ROWS_S if ROWS_S > 0 else offs_n * 0) * stride_sn.to(gl.int64)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
         for k in range(begin, end):
             slot = turn % STAGES
+            mbarrier.wait(landed.index(slot), (turn // STAGES) & 1)
+            codes = w_bufs.index(slot * 2 + WHICH).load(fours)
             mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-            values = _decode(w_bufs.index(slot * 2 + WHICH).load(fours), FP8, DTYPE)
-            values = values.reshape((ROWS, BLOCK_K // 16, 4, 2, 2)).permute((0, 1, 3, 2, 4)).reshape((ROWS, BLOCK_K))
-            weights = gl.convert_layout(values, pairs)
             if COLS > 0:
-                zero = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
                 scale = gl.load(scale_rows + k * BLOCK_K // COLS * stride_sk.to(gl.int64), mask=offs_n < N, other=0.0)
-                token = warpgroup_mma(weights, a_bufs.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-                product = warpgroup_mma_wait(0, deps=[token])
+                zero = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
+                product = _multiply(zero, codes, a_bufs, slot, False, FP8, DTYPE, BLOCK_K, pairs)
                 mbarrier.arrive(empty.index(slot), count=1)
                 acc += product * scale[:, None]
             else:
-                token = warpgroup_mma(weights, a_bufs.index(slot).permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[token])
+                acc = _multiply(acc, codes, a_bufs, slot, True, FP8, DTYPE, BLOCK_K, pairs)
                 mbarrier.arrive(empty.index(slot), count=1)
             turn += 1
         if COLS <= 0:
@@ -124,46 +151,46 @@ def _consume(
             put_pointers(out_ptr, acc, offs_n, offs_m, N, M, 1, stride_om)
 
 
-@gluon.jit(do_not_specialize=["M", "stride_sk"])
+@gluon.jit(do_not_specialize=["M", "stride_sn", "stride_sk"])
 def weight_warps_kernel(
-    w_desc, a_ptr, out_ptr, scale_ptr, bias_ptr, M, N, K, stride_am, stride_om, stride_sn, stride_sk,
-    PDL: gl.constexpr, CODES: gl.constexpr, FP8: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    SPLIT_K: gl.constexpr,
+    w_desc, a_desc, out_ptr, scale_ptr, bias_ptr, M, N, K, stride_om, stride_sn, stride_sk,
+    PDL: gl.constexpr, CODES: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr,
+    COLS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """Persistent; weights on the 64-row side; SPLIT_K > 1: scaled sums to out_ptr, for an ordered reduction."""
     after_previous(PDL)
-    DTYPE: gl.constexpr = a_ptr.dtype.element_ty
     HALF: gl.constexpr = BLOCK_N // 2
-    a_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w_bufs = gl.allocate_shared_memory(CODES, [STAGES * 2, HALF, BLOCK_K], w_desc.layout)
-    a_bufs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], a_layout)
+    a_bufs = gl.allocate_shared_memory(DTYPE, [STAGES * (BLOCK_K // 64), BLOCK_M, 64], a_desc.layout)
+    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # codes and activations
-        mbarrier.init(empty.index(i), count=2)  # two consumers
+        mbarrier.init(landed.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     tiles_n, tiles_m, steps = gl.cdiv(N, BLOCK_N), gl.cdiv(M, BLOCK_M), gl.cdiv(K, BLOCK_K)
     gl.warp_specialize(
         [
             (_consume, (
-                out_ptr, w_bufs, a_bufs, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
+                out_ptr, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
                 stride_om, stride_sn, stride_sk,
                 0, ROWS, COLS, FP8, DTYPE, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
             (_consume, (
-                out_ptr, w_bufs, a_bufs, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
+                out_ptr, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
                 stride_om, stride_sn, stride_sk,
                 1, ROWS, COLS, FP8, DTYPE, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
-            (_produce_activations, (
-                a_ptr, a_bufs, full, empty, tiles_n, tiles_m, steps, M, K, stride_am,
-                BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+            (_rename, (
+                a_bufs, landed, full, tiles_n, tiles_m, steps, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
-            (_produce_codes, (
-                w_desc, w_bufs, full, empty, tiles_n, tiles_m, steps, HALF, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+            (_produce, (
+                w_desc, a_desc, w_bufs, a_bufs, landed, empty, tiles_n, tiles_m, steps,
+                HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
         ],
-        [4, 4, 1], [184, 88, 24],
+        [4, 4, 1], [208, 56, 24],
     )  # fmt: skip

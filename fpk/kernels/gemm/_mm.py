@@ -29,6 +29,37 @@ def after_previous(PDL: tl.constexpr):
 
 
 @triton.jit
+def prefetch(rows, size, PREFETCH: tl.constexpr):
+    """Ask L2 for the first min(PREFETCH, size) bytes behind each of the pointers [rows, 1]; 16-byte aligned."""
+    PIECE: tl.constexpr = PREFETCH // 4
+    starts = tl.arange(0, 4)[None, :] * PIECE
+    sizes = tl.minimum(tl.maximum(size - starts, 0), PIECE) // 16 * 16
+    addresses = rows.to(tl.int64) + starts
+    addresses, sizes = tl.broadcast(addresses, sizes)
+    tl.inline_asm_elementwise(
+        "{.reg .pred some; setp.gt.s32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
+        "=r,l,r", [addresses, sizes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def begin_early(rows, size, PDL: tl.constexpr, PREFETCH: tl.constexpr):
+    """`after_previous`, with weights on their way meanwhile: L2 may be asked for bytes that are yet to be written."""
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCH > 0:
+            prefetch(rows, size, PREFETCH)
+        gdc_wait()
+
+
+@triton.jit
+def share_of(K, part, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
+    """(first column, column after the last) of a part of K, in whole steps."""
+    width = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+    return part * width, tl.minimum(part * width + width, K)
+
+
+@triton.jit
 def load_k(rows, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
     """BLOCK_K columns of a tile of row pointers [rows, 1] from column k on; zeros from column K on."""
     offs_k = k + tl.arange(0, BLOCK_K)[None, :]
@@ -210,7 +241,7 @@ def warps_fit(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: t
     whole = not config["SWAP"] and config["SPLIT_K"] == 1  # written through shared memory
     if whole and b.shape[0] * out_dtype.itemsize % 16 != 0:
         return False
-    return ring + whole * m * n // 2 * out_dtype.itemsize + 1024 <= device.shared_limit
+    return ring + whole * m * n // 2 * out_dtype.itemsize + 8 * max(m, n) + 256 <= device.shared_limit
 
 
 def parts_buffer(out: Tensor, split: int, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,7 @@ from fpk.kernels.gemm import _gluon
 from fpk.kernels.gemm._gluon_weight import weight_warps_kernel
 from fpk.kernels.gemm._mm import (
     accumulate,
-    after_previous,
+    begin_early,
     dependent,
     few_tokens,
     finish,
@@ -48,6 +48,7 @@ from fpk.kernels.gemm._mm import (
     load_scale,
     parts_buffer,
     reduce_parts,
+    share_of,
     stages_held,
     store_tile,
     tile_space,
@@ -109,19 +110,20 @@ def _weight_only_kernel(
     stride_am, stride_bn, stride_om, stride_sn, stride_sk,
     ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, INTEGERS: tl.constexpr, MANTISSA: tl.constexpr,
     BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
-    PDL: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
-    after_previous(PDL)
     m, n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     part = tl.program_id(1)
+    begin, end = share_of(K, part, BLOCK_K, SPLIT_K)
     offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     # rows beyond the edge read row 0: no mask in the loop, and the store drops them
     a_rows = a_ptr + tl.where(offs_m < M, offs_m, 0)[:, None] * stride_am
     b_rows = b_ptr + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
+    begin_early(b_rows + begin, end - begin, PDL, PREFETCH)
     scale_rows = scale_ptr + (offs_n // ROWS if ROWS > 0 else offs_n * 0) * stride_sn
     DTYPE: tl.constexpr = a_ptr.dtype.element_ty
 
@@ -130,7 +132,7 @@ def _weight_only_kernel(
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if COLS == -1:  # one scale a row or fewer: it waits until the end
-        for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
+        for k in range(begin, end, BLOCK_K):
             a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
             b = _decoded(b_rows, k, K, DTYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, EVEN_K)
             acc = accumulate(a, b, acc, SWAP, 0)
@@ -147,7 +149,7 @@ def _weight_only_kernel(
             acc += part_sum * (scale[:, None] if SWAP else scale[None, :])
             k = stop
     else:
-        for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
+        for k in range(begin, end, BLOCK_K):
             a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
             b = _decoded(b_rows, k, K, DTYPE, INTEGERS, MANTISSA, BIAS, NAN_CODE, IEEE, BLOCK_K, EVEN_K)
             scale = load_scale(scale_rows + k // COLS * stride_sk.to(tl.int64), mask_n, E8M0)
@@ -194,9 +196,11 @@ def legal(config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor,
         ring = config["STAGES"] * ((2 * m + n) * config["BLOCK_K"] + 16)
         usual = b.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8) and scale_b.dtype is torch.float32
         return (
-            _gluon.AVAILABLE and usual and m * n * sums <= 256 * 128 and fits_descriptors(a, b)
+            _gluon.AVAILABLE and usual and m * n * sums <= 256 * 128 and m <= 128 and fits_descriptors(a, b)
             and ring + 1024 <= device.shared_limit
         )  # fmt: skip
+    if config.get("PREFETCH") and not fits_descriptors(b):
+        return False
     stages = stages_held(config, device)
     buffers = (2 * config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     # decoded weights pass through shared memory where the matrix unit does not take them from registers
@@ -287,10 +291,11 @@ def mm_weight_only(
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     if kernel == "warps":
         weight_warps_kernel[(min(of(a.device).sm_count, tiles * split),)](
-            _gluon.descriptor(b, config["BLOCK_N"] // 2, config["BLOCK_K"]), a, parts, scale_b, bias,
-            M, N, K, a.stride(0), out.stride(0), *scale_b.stride(),
-            CODES=_gluon.TYPES[b.dtype], FP8=fmt is not None, ROWS=rows, COLS=cols if cols < K else -1, SPLIT_K=split,
-            **config, **dependent(of(a.device), M),
+            _gluon.descriptor(b, config["BLOCK_N"] // 2, config["BLOCK_K"]),
+            _gluon.descriptor(a, config["BLOCK_M"], 64), parts, scale_b, bias,
+            M, N, K, out.stride(0), *scale_b.stride(),
+            CODES=_gluon.TYPES[b.dtype], FP8=fmt is not None, DTYPE=_gluon.TYPES[a.dtype], ROWS=rows,
+            COLS=cols if cols < K else -1, SPLIT_K=split, **config, **dependent(of(a.device), M),
         )  # fmt: skip
         if split > 1:
             reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])
@@ -301,7 +306,7 @@ def mm_weight_only(
         ROWS=rows, COLS=cols if cols < K else -1, E8M0=scale_b.dtype is torch.uint8, INTEGERS=integers,
         MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
         IEEE=fmt is not None and fmt.kind == "ieee", EVEN_K=K % config["BLOCK_K"] == 0, SEGMENTS=kernel == "segment",
-        SPLIT_K=split, **config, **dependent(of(a.device), M),
+        SPLIT_K=split, **(dict(PREFETCH=0) | config), **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])

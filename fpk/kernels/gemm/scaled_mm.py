@@ -41,15 +41,17 @@ from fpk.kernels.gemm._mm import (
     OUT_TYPES,
     TMA_TARGETS,
     accumulate,
-    after_previous,
+    begin_early,
     broadcast_strides,
     dependent,
     few_tokens,
     finish,
+    fits_descriptors,
     load_k,
     parts_buffer,
     persistent_space,
     reduce_parts,
+    share_of,
     stages_held,
     store_tile,
     tile_space,
@@ -115,24 +117,26 @@ def _tile_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, out_ptr,
     M, N, K,
     stride_am, stride_bn, stride_om, stride_sa, stride_sb, stride_za,
-    PDL: tl.constexpr, INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
-    SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr, INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
-    after_previous(PDL)
     m, n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     part = tl.program_id(1)
+    begin, end = share_of(K, part, BLOCK_K, SPLIT_K)
     offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows beyond the edge read row 0: no mask in the loop, and the store drops them
     a_rows = a_ptr + tl.where(offs_m < M, offs_m, 0)[:, None] * stride_am
     b_rows = b_ptr + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
+    begin_early(b_rows + begin, end - begin, PDL, PREFETCH)
 
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32 if INT8 else tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if INT8 else tl.float32)
-    for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
+    for k in range(begin, end, BLOCK_K):
         a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
         b = load_k(b_rows, k, K, BLOCK_K, EVEN_K)
         acc = accumulate(a, b, acc, SWAP, PROMOTE)
@@ -224,6 +228,8 @@ def legal(
     if config["kernel"] == "warps":
         promoted = a.dtype is not torch.int8 and not fast_accum
         return warps_fit(config, device, a, b, out_dtype, 2 if promoted else 1)
+    if config.get("PREFETCH") and not fits_descriptors(b):
+        return False
     stages = stages_held(config, device)
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     if config["kernel"] == "persistent":
@@ -350,7 +356,7 @@ def scaled_mm(
     parts = parts_buffer(out, split, torch.int32 if is_int8 else torch.float32)
     if kernel == "warps":
         swap, splits = config["SWAP"], split > 1
-        rows_l, rows_r = (block_n // 2, block_m) if swap else (block_m // 2, block_n)
+        rows_l, rows_r = _gluon.consumer_tile(config)
         left, right = (b, a) if swap else (a, b)
         items = triton.cdiv(M, block_m) * triton.cdiv(N, block_n) * split
         warps_kernel[(min(of(a.device).sm_count, items),)](
@@ -366,8 +372,8 @@ def scaled_mm(
     _tile_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n), split)](
         a, b, *epilogue, parts,
         M, N, K, a.stride(0), b.stride(0), out.stride(0), *strides,
-        INT8=is_int8, PROMOTE=promote, EVEN_K=K % block_k == 0, SPLIT_K=split, enable_fp_fusion=False, **config,
-        **dependent(of(a.device), M),
+        INT8=is_int8, PROMOTE=promote, EVEN_K=K % block_k == 0, SPLIT_K=split, enable_fp_fusion=False,
+        **(dict(PREFETCH=0) | config), **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, epilogue, strides)

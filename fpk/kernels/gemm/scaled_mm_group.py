@@ -39,11 +39,12 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, decode
 from fpk.kernels._tile import tile_of
+from fpk.kernels.gemm._gluon import consumer_tile
 from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     add_scaled,
-    after_previous,
+    begin_early,
     dependent,
     few_tokens,
     finish,
@@ -53,6 +54,7 @@ from fpk.kernels.gemm._mm import (
     persistent_space,
     reduce_parts,
     scale_step,
+    share_of,
     stages_held,
     store_tile,
     tile_space,
@@ -118,21 +120,22 @@ def _group_kernel(
     M, N, K, offset_n, offset_k,
     stride_am, stride_bn, stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr, E8M0_B: tl.constexpr,
-    PDL: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
-    SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr,
+    SEGMENTS: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
-    after_previous(PDL)
     stride_sak, stride_sbn, stride_sbk = stride_sak.to(tl.int64), stride_sbn.to(tl.int64), stride_sbk.to(tl.int64)
     m, n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     part = tl.program_id(1)
+    begin, end = share_of(K, part, BLOCK_K, SPLIT_K)
     offs_m = m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < N
     # rows beyond the edge read row 0: no mask in the loop, and the store drops them
     a_rows = a_ptr + tl.where(mask_m, offs_m, 0)[:, None] * stride_am
     b_rows = b_ptr + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
+    begin_early(b_rows + begin, end - begin, PDL, PREFETCH)
     sa_rows = sa_ptr + offs_m * stride_sam
     if ONE_B:
         block_n = (n * BLOCK_N + offset_n) // ROWS if ROWS > 0 else n * 0
@@ -161,7 +164,7 @@ def _group_kernel(
             )  # fmt: skip
             k = stop
     else:
-        for k in range(part * BLOCK_K, K, SPLIT_K * BLOCK_K):
+        for k in range(begin, end, BLOCK_K):
             a = load_k(a_rows, k, K, BLOCK_K, EVEN_K)
             b = load_k(b_rows, k, K, BLOCK_K, EVEN_K)
             block_k = (k + offset_k) // COLS if COLS > 0 else 0
@@ -262,10 +265,10 @@ def legal(
         return False
     if config["kernel"] == "warps":
         floats = a.dtype is not torch.int8 and scale_a.dtype == scale_b.dtype == torch.float32
-        rows = config["BLOCK_N"] // 2 if config["SWAP"] else config["BLOCK_N"]  # of weights, a group of warps
+        rows = consumer_tile(config)[0 if config["SWAP"] else 1]  # of weights
         one_b = block_rows < 0 or (block_rows % rows == 0 and offset_n % rows == 0)
         return floats and one_b and warps_fit(config, device, a, b, out_dtype, 3)
-    if config["kernel"] == "persistent" and not fits_descriptors(a, b):
+    if (config["kernel"] == "persistent" or config.get("PREFETCH")) and not fits_descriptors(a, b):
         return False
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages_held(config, device) + 2048
     return buffers * config.get("PER_SM", 1) <= device.shared_limit
@@ -396,7 +399,7 @@ def scaled_mm_group(
         a, b, scale_a, scale_b, bias, parts,
         M, N, K, offset_n, offset_k,
         a.stride(0), b.stride(0), out.stride(0), *scale_a.stride(), *scale_b.stride(),
-        EVEN_K=K % block_k == 0, SEGMENTS=kernel == "segment", SPLIT_K=split, **scaling, **config,
+        EVEN_K=K % block_k == 0, SEGMENTS=kernel == "segment", SPLIT_K=split, **scaling, **(dict(PREFETCH=0) | config),
         **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
