@@ -52,6 +52,7 @@ def dispatch(group: Group, x: Tensor, ids: Tensor, owners: Tensor, payload: str 
     theirs = torch.empty_like(counts)
     group.all_to_all(counts, [1] * group.size, [1] * group.size, out=theirs)
     send, receive = torch.stack([counts, theirs]).tolist()
+    group.check()  # a collective that was aborted leaves any numbers
     count = sum(send)  # slots of no expert lie behind all others
     arrived = group.all_to_all(ids.reshape(-1)[index[:count].long()], send, receive).view(-1, 1)
     if payload is None:

@@ -20,7 +20,12 @@ H, INNER, EXPERTS, TOP_K, TOKENS = 128, 512, 10, 3, 12  # INNER / 4 is a block o
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """The same numbers on every rank, on its device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(dtype).to(here())
+
+
+def here() -> torch.device:
+    return torch.get_default_device()
 
 
 def layer_of(scheme: str, experts: int = EXPERTS) -> tuple[Tensor | Quantized, Tensor | Quantized]:
@@ -33,9 +38,9 @@ def layer_of(scheme: str, experts: int = EXPERTS) -> tuple[Tensor | Quantized, T
 def tokens(count: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
     """x, weights and ids of tokens; an id of -1 among them, and one token without any expert."""
     x = normal(count, H, seed=3)
-    weights = torch.rand(count, TOP_K, generator=torch.Generator().manual_seed(4))
-    ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(5 + t))[:TOP_K]
-                       for t in range(count)]).int()  # fmt: skip
+    weights = torch.rand(count, TOP_K, generator=torch.Generator().manual_seed(4), device="cpu").to(here())
+    ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(5 + t), device="cpu")[:TOP_K]
+                       for t in range(count)]).int().to(here())  # fmt: skip
     ids[1, 2], ids[4] = -1, -1
     return x, weights, ids
 
@@ -180,7 +185,7 @@ def expert_method(parts: Parts, ranks: int, method: str, placement: Placement | 
         layer = method_layer(method, None, part)
         out = layer.quant_method.apply(layer, x, weights, ids)
         return compare(part.all_reduce(out.float()).to(out.dtype), whole)
-    layer = method_layer(method, placement.expert_map(part.rank), None)
+    layer = method_layer(method, placement.expert_map(part.rank, here()), None)
     at = slices(part.size)[part.rank]
     run = ExpertParallel(part, placement)
     return compare(run(x[at], weights[at], ids[at], functools.partial(layer.quant_method.apply, layer)), whole[at])
