@@ -1,0 +1,396 @@
+"""The Gluon kernel of mm_shuffled: units of packed codes go from shared memory to the registers that wgmma wants.
+
+What a thread reads in 16 neighbouring bytes are the codes of its own places in the left operand, so that decoding moves
+no value to another thread. Every program takes the same number of consecutive steps (a row of units times 128 or 256
+columns); where it holds only part of a row's K it leaves a partial sum, and the last of those that share the row adds
+them up, in order, so that the result does not depend on timing. Its ticket counter is zero before and after.
+"""
+
+import functools
+from collections.abc import Iterable
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fpk.kernels.gemm._gluon import TensorDescriptor, barrier, tma_load
+from fpk.kernels.pack._shuffle import PLANE2, PLANE4
+
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+def flat_descriptor(lines: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of (lines, 64) int32 that lie in shared memory as they do outside, by tiles of `rows` lines."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor.from_tensor(lines, [rows, 64], layout)
+
+
+def _take(source: str, to: str, parts: Iterable[tuple[int, int]], first: bool) -> list[str]:
+    """PTX lines: to (|)= rotate_left(source, n) & mask for each part."""
+    lines = []
+    for n, mask in parts:
+        both, bits, t = f"0x{mask:04X}{mask:04X}", [b - n for b in range(16) if mask >> b & 1], "t"
+        if n == 0:
+            t = source
+        elif all(0 <= b < 16 for b in bits):
+            lines.append(f"{'shl' if n > 0 else 'shr'}.b32 t, {source}, {abs(n)};")
+        else:
+            lines.append(f"shf.l.wrap.b32 t, {source}, {source}, {n % 32};")
+        lines.append(f"and.b32 {to}, {t}, {both};" if first else f"lop3.b32 {to}, {t}, {both}, {to}, 0xEA;")
+        first = False
+    return lines
+
+
+def _words_to_bf16(element: str) -> tuple[str, str, int]:
+    """Words to bf16 pairs, times scale pairs."""
+    mask, turns = PLANE2.get(element, (0, ()))
+    words = 2 if turns else 1
+    out, pack = 4 * words, 4 * words
+    second = out + words
+    low = second + (pack if turns else 0)
+    lines = ["{", ".reg .b32 t, " + ", ".join(f"p{i}" for i in range(out)) + ";"]
+    for w in range(words):
+        for j in range(4):
+            lines += _take(f"${out + w}", f"p{w * 4 + j}", PLANE4[j], True)
+            if turns:
+                lines += _take(f"${second}", f"p{w * 4 + j}", [(turns[w * 4 + j], mask)], False)
+    for w in range(words):
+        for j in range(4):
+            register = (j // 2) * 2 * words + w * 2 + j % 2
+            scale = (low + pack if j >= 2 else low) + 4 * w + 2 * (j % 2)
+            lines.append(f"mul.rn.bf16x2 ${register}, p{w * 4 + j}, ${scale};")
+    lines.append("}")
+    return "\n".join(lines), ",".join(["=&r"] * out + ["r"] * (low + 2 * pack - out)), pack
+
+
+def _words_to_fp8() -> tuple[str, str, int]:
+    """A word of eight codes to four e4m3 values of each half, by tables of four magnitudes in a register."""
+    lines = """{
+    .reg .b32 s, t, p;
+    and.b32 s, $2, 0x77777777;
+    prmt.b32 p, $3, $7, s;
+    lop3.b32 $0, $2, 0x80808080, p, 0xEA;
+    shr.u32 s, s, 16;
+    prmt.b32 p, $11, $15, s;
+    shl.b32 t, $2, 4;
+    lop3.b32 $1, t, 0x80808080, p, 0xEA;
+    }"""
+    return lines, "=&r,=&r," + ",".join(["r"] * 17), 4
+
+
+@functools.cache
+def assembly(element: str, fp8: bool) -> dict[str, str | int]:
+    """constexpr arguments: the PTX that decodes words, its constraints, and the elements that it takes at once."""
+    return dict(zip(("ASM", "CONSTRAINTS", "PACK"), _words_to_fp8() if fp8 else _words_to_bf16(element), strict=True))
+
+
+@gluon.constexpr_function
+def _flat_layout():
+    """16 neighbouring bytes a thread."""
+    return gl.BlockedLayout([16], [32], [4], [0])
+
+
+@gluon.constexpr_function
+def _half_layout(GROUP, FP8):
+    """A decoded half of a unit, (64, 64 / GROUP, GROUP), as the registers of wgmma's left operand."""
+    group = [[0, 0, 16], [0, 1, 0]] if GROUP == 32 else [[0, 1, 0], [0, 2, 0]]
+    if FP8:
+        registers, lanes = [[0, 0, 1], [0, 0, 2], [8, 0, 0], *group], [[0, 0, 4], [0, 0, 8]]
+    else:
+        registers, lanes = [[0, 0, 1], [8, 0, 0], [0, 0, 8], *group], [[0, 0, 2], [0, 0, 4]]
+    rows = [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes + rows, [[16, 0, 0], [32, 0, 0]], [], [64, 64 // GROUP, GROUP])
+
+
+@gluon.constexpr_function
+def _apart_layout():
+    """The same for bf16, dimensions taken apart: rows 16, 8, 1; columns 32, 16, 8, 2, 1."""
+    e = lambda d, v=1: [v if i == d else 0 for i in range(8)]  # noqa: E731
+    registers, lanes = [e(7), e(1), e(5), e(4), e(3)], [e(6), e(6, 2), e(2), e(2, 2), e(2, 4)]
+    return gl.DistributedLinearLayout(registers, lanes, [e(0), e(0, 2)], [], [4, 2, 8, 2, 2, 2, 4, 2])
+
+
+@gluon.constexpr_function
+def _scale_layout(GROUPS):
+    """Bytes of a unit's scales: rows 16, 1; half, group, row 8."""
+    n = 4 * GROUPS
+    registers = [[1 << i] for i in range(n.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        registers, [[0], [0], [n], [2 * n], [4 * n]], [[8 * n], [16 * n]], [], [64 * 2 * GROUPS]
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _second_layout():
+    """Words of a unit's second plane: columns 32; rows 16, 1; columns 2, 16."""
+    return gl.DistributedLinearLayout([[1], [256]], [[2], [4], [8], [16], [32]], [[64], [128]], [], [512])
+
+
+@gluon.jit
+def _flat(buffer, DTYPE: gl.constexpr, SIZE: gl.constexpr):
+    """A buffer as SIZE elements in a row."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if RENAMED:
+        view = buffer.reinterpret(DTYPE, [SIZE], LAYOUT)
+    else:
+        view = buffer._reinterpret(DTYPE, [SIZE], LAYOUT)
+    return view
+
+
+@gluon.jit
+def _unit(buffer, i, UNITS: gl.constexpr, LINES: gl.constexpr):
+    """The lines of one of UNITS units in a buffer."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if RENAMED:
+        view = buffer.reinterpret(gl.int32, [UNITS, LINES, 64], LAYOUT)
+    else:
+        view = buffer._reinterpret(gl.int32, [UNITS, LINES, 64], LAYOUT)
+    return view.index(i)
+
+
+@gluon.jit
+def _decode(
+    codes, second, stored, FP8: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr, ASM: gl.constexpr,
+    CONSTRAINTS: gl.constexpr, PACK: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The two halves of a unit in shared memory as left operands; every conversion below renames registers."""
+    GROUPS: gl.constexpr = 64 // GROUP
+    HALF: gl.constexpr = _half_layout(GROUP, FP8)
+    w = _flat(codes, gl.int8, 4096).load(_flat_layout())
+    m = _flat(stored, gl.uint8, 128 * GROUPS).load(_scale_layout(GROUPS)).to(gl.int32)
+    m = m.reshape([4, 8, 2, GROUPS, 2]).permute([0, 4, 1, 3, 2]).reshape([64, GROUPS, 2])
+    low, high = gl.split(m)
+    low = gl.convert_layout(low, gl.SliceLayout(2, HALF), assert_trivial=True).expand_dims(2)
+    high = gl.convert_layout(high, gl.SliceLayout(2, HALF), assert_trivial=True).expand_dims(2)
+    if FP8:
+        w = w.reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, GROUPS, GROUP])
+        w = gl.convert_layout(w, HALF, assert_trivial=True)
+        low_0, _ = gl.broadcast(low * 0x08080800 + 0x14100800, w)
+        low_4, _ = gl.broadcast(low * 0x08080808 + 0x24201C18, w)
+        high_0, _ = gl.broadcast(high * 0x08080800 + 0x14100800, w)
+        high_4, _ = gl.broadcast(high * 0x08080808 + 0x24201C18, w)
+        first, last = gl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, [w, low_0, low_4, high_0, high_4], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True,
+            pack=PACK,
+        )  # fmt: skip
+    else:
+        APART: gl.constexpr = _apart_layout()
+        if GROUP == 16:  # e4m3 with an exponent of five bits
+            low, high = low * 0x00100010 + 0x72807280, high * 0x00100010 + 0x72807280
+        else:
+            low, high = low * 0x00800080, high * 0x00800080
+        apart = w.reshape([2, 4, 8, 4, 2, 2, 2, 2]).permute([1, 6, 2, 0, 4, 5, 3, 7])
+        apart = gl.convert_layout(apart, APART, assert_trivial=True)
+        w = gl.convert_layout(apart.reshape([64, GROUPS, GROUP]), HALF, assert_trivial=True)
+        low, _ = gl.broadcast(low, w)
+        high, _ = gl.broadcast(high, w)
+        if SIX:
+            v = _flat(second, gl.int32, 512).load(_second_layout())
+            v = v.reshape([2, 4, 8, 4, 2]).permute([1, 2, 0, 4, 3])
+            LESS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(5, gl.SliceLayout(7, APART)))
+            v = gl.convert_layout(v, LESS, assert_trivial=True).expand_dims(1).expand_dims(5).expand_dims(7)
+            v, _ = gl.broadcast(v, apart)
+            v = gl.convert_layout(v.reshape([64, GROUPS, GROUP]), HALF, assert_trivial=True)
+            first, last = gl.inline_asm_elementwise(
+                ASM, CONSTRAINTS, [w, v, low, high], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=PACK
+            )
+        else:
+            first, last = gl.inline_asm_elementwise(
+                ASM, CONSTRAINTS, [w, low, high], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=PACK
+            )
+    first = gl.convert_layout(first.reshape([64, 64]), LAYOUT, assert_trivial=True)
+    return first, gl.convert_layout(last.reshape([64, 64]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _fetch_units(
+    codes_desc, second_desc, stored_desc, codes, seconds, stored, bar, slot, tile, step, units_k, pred,
+    ROWS: gl.constexpr, UNITS: gl.constexpr, SIX: gl.constexpr, LINES: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Fetch the codes and scales of a step; and say how many bytes will come, its activations included."""
+    mbarrier.expect(bar, BYTES, pred=pred)
+    for r in gl.static_range(ROWS):
+        unit = (tile * ROWS + r) * units_k + step * UNITS
+        tma_load(codes_desc, [unit * 16, 0], bar, codes.index(slot * ROWS + r), pred=pred)
+        if SIX:
+            tma_load(second_desc, [unit * 8, 0], bar, seconds.index(slot * ROWS + r), pred=pred)
+        tma_load(stored_desc, [unit * LINES, 0], bar, stored.index(slot * ROWS + r), pred=pred)
+
+
+@gluon.jit
+def _fetch_activations(a_desc, tiles, bar, slot, step, m, pred, UNITS: gl.constexpr, BLOCK_M: gl.constexpr):
+    for i in gl.static_range(2 * UNITS):
+        tma_load(a_desc, [m * BLOCK_M, (step * UNITS * 2 + i) * 64], bar, tiles.index(slot * 2 * UNITS + i), pred=pred)
+
+
+@gluon.jit
+def _multiply(
+    acc, codes, seconds, stored, tiles, at, slot, FP8: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr,
+    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, PACK: gl.constexpr, UNITS: gl.constexpr, LINES: gl.constexpr,
+    BLOCK_M: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """acc plus the products of a row of units of a step; FP8 sums of 128 columns leave the tensor core."""
+    SUMS: gl.constexpr = LEFT.parent
+    for i in gl.static_range(UNITS):
+        unit = _unit(codes.index(at), i, UNITS, 16)
+        scale = _unit(stored.index(at), i, UNITS, LINES)
+        second = unit
+        if SIX:
+            second = _unit(seconds.index(at), i, UNITS, 8)
+        first, last = _decode(unit, second, scale, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK, LEFT)
+        right = slot * 2 * UNITS + 2 * i
+        if FP8:
+            zero = gl.zeros((64, BLOCK_M), gl.float32, SUMS)
+            part = warpgroup_mma(first, tiles.index(right).permute((1, 0)), zero, use_acc=False, is_async=True)
+            part = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), part, is_async=True)
+            acc += warpgroup_mma_wait(0, deps=[part])
+        else:
+            part = warpgroup_mma(first, tiles.index(right).permute((1, 0)), acc, is_async=True)
+            part = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), part, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[part])
+    return acc
+
+
+@gluon.jit
+def _opaque(x):
+    """Keeps LLVM from moving the arithmetic on this in front of the main loop, where it would hold registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _finish(
+    acc, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om, stride_sa,
+    whole, m, tile, tiles_n, program, first, last, programs, ROWS: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Store the tile of a row of units, or this program's part of it; the last of `first`..`last` adds the parts up."""
+    layout: gl.constexpr = acc.type.layout
+    offs_n = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))
+    offs_m = _opaque(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout)))
+    ready = whole
+    if not whole:
+        inside = offs_m[None, :] * 64 + offs_n[:, None]
+        base = m * (tiles_n + programs) + tile  # tile plus program is a number of its own along the staircase
+        gl.store(parts_ptr + ((base + program) * ROWS + R).to(gl.int64) * (64 * BLOCK_M) + inside, acc)
+        barrier()
+        ticket = gl.atomic_add(tickets_ptr + (m * tiles_n + tile) * ROWS + R, 1, sem="acq_rel")
+        ready = ticket == last - first
+        if ready:
+            acc = gl.zeros((64, BLOCK_M), gl.float32, layout)
+            for i in range(first, last + 1):
+                barrier()  # keeps LLVM from unrolling, which would spill
+                part = parts_ptr + ((base + i) * ROWS + R).to(gl.int64) * (64 * BLOCK_M)
+                acc += gl.load(part + inside, cache_modifier=".cg")
+            gl.atomic_xchg(tickets_ptr + (m * tiles_n + tile) * ROWS + R, 0, sem="release")
+    if ready:
+        at_n, at_m = (tile * ROWS + R) * 64 + offs_n, m * BLOCK_M + offs_m
+        mask_n, mask_m = at_n < N, at_m < M
+        acc *= gl.load(row_scale_ptr + at_n, mask=mask_n, other=0.0)[:, None]
+        if scale_a_ptr is not None:
+            acc *= gl.load(scale_a_ptr + at_m * stride_sa, mask=mask_m, other=0.0)[None, :]
+        if bias_ptr is not None:
+            acc += gl.load(bias_ptr + at_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
+        ptrs = out_ptr + at_m.to(gl.int64)[None, :] * stride_om + at_n[:, None]
+        gl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+
+
+@gluon.jit(do_not_specialize=["M", "units_n", "units_k", "per_program", "stride_sa"])
+def units_kernel(
+    codes_desc, second_desc, stored_desc, a_desc, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr,
+    M, N, units_n, units_k, per_program, stride_om, stride_sa,
+    PDL: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr, ASM: gl.constexpr,
+    CONSTRAINTS: gl.constexpr, PACK: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, UNITS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """ROWS rows of units, one or two, of UNITS units along K at a time."""
+    LINES: gl.constexpr = 32 // GROUP
+    SIZE: gl.constexpr = 1 if FP8 else 2
+    BYTES: gl.constexpr = ROWS * UNITS * (4096 + (2048 if SIX else 0) + 256 * LINES) + BLOCK_M * UNITS * 128 * SIZE
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 // SIZE])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4 // SIZE)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES * ROWS, 16 * UNITS, 64], codes_desc.layout)
+    seconds = codes
+    if SIX:
+        seconds = gl.allocate_shared_memory(gl.int32, [STAGES * ROWS, 8 * UNITS, 64], second_desc.layout)
+    stored = gl.allocate_shared_memory(gl.int32, [STAGES * ROWS, LINES * UNITS, 64], stored_desc.layout)
+    tiles = gl.allocate_shared_memory(
+        gl.float8e4nv if FP8 else gl.bfloat16, [STAGES * 2 * UNITS, BLOCK_M, 64], a_desc.layout
+    )
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    m, program = gl.program_id(0), gl.program_id(1)  # neighbours share weights
+    tiles_n, steps = gl.cdiv(units_n, ROWS), gl.cdiv(units_k, UNITS)
+    begin = program * per_program
+    end = min(begin + per_program, tiles_n * steps)
+    tile = begin // steps
+    k = begin - tile * steps
+    k_begin, next_tile, next_k = k, tile, k
+    for i in gl.static_range(STAGES - 1):
+        _fetch_units(
+            codes_desc, second_desc, stored_desc, codes, seconds, stored, bars.index(i), i, next_tile, next_k, units_k,
+            begin + i < end, ROWS, UNITS, SIX, LINES, BYTES,
+        )  # fmt: skip
+        next_k += 1
+        next_tile = gl.where(next_k == steps, next_tile + 1, next_tile)
+        next_k = gl.where(next_k == steps, 0, next_k)
+    if PDL:  # weights may be read before the kernel in front has finished, nothing else
+        gdc_wait()
+        gdc_launch_dependents()
+    a_k = k
+    for i in gl.static_range(STAGES - 1):
+        _fetch_activations(a_desc, tiles, bars.index(i), i, a_k, m, begin + i < end, UNITS, BLOCK_M)
+        a_k = gl.where(a_k + 1 == steps, 0, a_k + 1)
+    slot, refill, phase = 0, STAGES - 1, 0
+    acc_0 = gl.zeros((64, BLOCK_M), gl.float32, LAYOUT)
+    acc_1 = acc_0
+    for at in range(begin, end):
+        mbarrier.wait(bars.index(slot), phase)
+        barrier()  # everybody is done with the stage that is refilled now
+        more = at + (STAGES - 1) < end
+        _fetch_units(
+            codes_desc, second_desc, stored_desc, codes, seconds, stored, bars.index(refill), refill, next_tile, next_k,
+            units_k, more, ROWS, UNITS, SIX, LINES, BYTES,
+        )  # fmt: skip
+        _fetch_activations(a_desc, tiles, bars.index(refill), refill, next_k, m, more, UNITS, BLOCK_M)
+        next_k += 1
+        next_tile = gl.where(next_k == steps, next_tile + 1, next_tile)
+        next_k = gl.where(next_k == steps, 0, next_k)
+        acc_0 = _multiply(
+            acc_0, codes, seconds, stored, tiles, slot * ROWS, slot, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK, UNITS,
+            LINES, BLOCK_M, LEFT,
+        )  # fmt: skip
+        if ROWS == 2:
+            acc_1 = _multiply(
+                acc_1, codes, seconds, stored, tiles, slot * 2 + 1, slot, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK,
+                UNITS, LINES, BLOCK_M, LEFT,
+            )  # fmt: skip
+        refill = slot
+        slot += 1
+        phase = gl.where(slot == STAGES, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES, 0, slot)
+        k += 1
+        if (k == steps) | (at == end - 1):
+            whole, first = (k_begin == 0) & (k == steps), tile * steps // per_program
+            last = (tile * steps + steps - 1) // per_program
+            _finish(
+                acc_0, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om,
+                stride_sa, whole, m, tile, tiles_n, program, first, last, gl.num_programs(1), ROWS, 0, BLOCK_M,
+            )  # fmt: skip
+            if ROWS == 2:
+                _finish(
+                    acc_1, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om,
+                    stride_sa, whole, m, tile, tiles_n, program, first, last, gl.num_programs(1), ROWS, 1, BLOCK_M,
+                )  # fmt: skip
+            tile += 1
+            k, k_begin = 0, 0
+            acc_0 = gl.zeros((64, BLOCK_M), gl.float32, LAYOUT)
+            acc_1 = acc_0
