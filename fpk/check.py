@@ -109,6 +109,11 @@ def fp8_dtype(device: torch.device) -> torch.dtype:
     return torch.float8_e4m3fnuz if of(device).fnuz else torch.float8_e4m3fn
 
 
+# what a device can do is a constant of a traced graph: torch.compile does not look it up
+for _asks in (has_fp8_units, fp8_dtype):
+    _asks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def expect_fp8_matmul(what: str, operand: Tensor) -> None:
     """Raise NotImplementedError if this device cannot multiply operands of this FP8 type; other types pass."""
     if operand.dtype.itemsize != 1 or not operand.dtype.is_floating_point:
