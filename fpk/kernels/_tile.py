@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fpk.device import Device
 from fpk.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
@@ -22,7 +23,22 @@ def fp8_constants(fmt: Format, device: Device) -> dict[str, object]:
     )  # fmt: skip
 
 
+def early_start(device: Device) -> dict[str, bool]:
+    """Options of programmatic dependent launch (sm90 and newer), which hides a kernel's start behind the one before."""
+    if device.vendor == "nv" and device.capability >= 90:
+        return dict(PDL=True, launch_pdl=True)
+    return dict(PDL=False)
+
+
 _TL_TYPES = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "e4m3fnuz": tl.float8e4b8, "e5m2fnuz": tl.float8e5b16}
+
+
+@triton.jit
+def after_previous(PDL: tl.constexpr):
+    """With early_start: let the next kernel start as well, then wait for all that the previous ones have written."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

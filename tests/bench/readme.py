@@ -46,7 +46,7 @@ def ops() -> str:
 def quantizers() -> str:
     rows = [
         [
-            f"`{r['op']}`" + (f" ({r['scale_layout']})" if r["scale_layout"] else ""), f"{r['M']} x {r['K']}", r["us"],
+            f"`{r['op']}`" + (f" ({r['variant']})" if r["variant"] else ""), f"{r['M']} x {r['K']}", r["us"],
             r["copy_us"], f"{float(r['share_of_copy']):.2f}",
         ]
         for r in rows_of("quantizers")

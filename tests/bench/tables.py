@@ -8,6 +8,7 @@ Run it on a quiet GPU. README's numbers are generated from the CSV files it writ
 import argparse
 import csv
 import datetime
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,15 @@ from fpk.op import OPS
 from fpk.shapes import LINEAR_LAYERS
 
 SIZES = ((16384, 8192), (4096, 7168))
+# what a quantizer is timed with, by a name for the table; others once, as they come
+VARIANTS = {
+    "quantize_fp8_group": {"": {}, "column": dict(scale_layout="column"), "tma": dict(scale_layout="tma")},
+    "quantize_mx": {f: dict(format=f) for f in ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4")},
+    "quantize_nvfp4": {"": {}, "static": dict(given=True)},
+    "act_and_mul_quantize_mx": {f: dict(format=f) for f in ("mxfp8_e4m3", "mxfp4")},
+    "act_and_mul_quantize_nvfp4": {"": {}, "static": dict(given=True)},
+}
+CALLS = 12  # at least so many a graph, or the start of a graph counts
 
 
 def provenance() -> dict:
@@ -63,20 +73,21 @@ def quantizers(options) -> Iterator[dict]:
     names = options.ops or [n for n in OPS if "quantize" in n or n == "amax"]
     for name in names:
         op = OPS[name]
-        layouts = [dict(scale_layout=c) for c in ("column", "tma")] if name == "quantize_fp8_group" else []
-        for case in [dict(M=m, K=k) | more for m, k in SIZES for more in ({}, *layouts)]:
+        variants = VARIANTS.get(name, {"": {}})
+        for (m, k), variant in itertools.product(SIZES, variants):
+            case = dict(M=m, K=k) | variants[variant]
             try:
                 first = op.inputs(**case, device="cuda")
                 bound = op.bind(**first)
                 moved = op.cost(**bound).bytes
                 sets = [op.inputs(**case, device="cuda", seed=s) for s in range(copies_needed(moved))]
                 x = next(v for v in first.values() if isinstance(v, torch.Tensor))
-                yield against_copy(op, case, moved, sets, x, options)
+                yield against_copy(op, case, variant, moved, sets, x, options)
             except Exception as error:
                 print(f"{name} {case}: {type(error).__name__}: {error}"[:400], flush=True)
 
 
-def against_copy(op, case: dict, moved: int, sets: list[dict], x: torch.Tensor, options) -> dict:
+def against_copy(op, case: dict, variant: str, moved: int, sets: list[dict], x: torch.Tensor, options) -> dict:
     """Rate of a quantizer's bytes as a share of a device copy's, in turns; `default_us` is what a plain call takes."""
     config, tried = best_config(op, sets, options.search)
     assert_close(op.launch(**sets[0], config=config), op.reference(**sets[0]), op.tolerance(op.bind(**sets[0])))
@@ -87,11 +98,12 @@ def against_copy(op, case: dict, moved: int, sets: list[dict], x: torch.Tensor, 
         "default": lambda s: op(**s[0]),
         "copy": lambda s: s[1][1].copy_(s[1][0]),
     }
-    timed = time_in_turns(calls, list(zip(sets, copies, strict=True)), options.block_ms, options.rounds)
+    pairs = list(zip(sets, copies, strict=True))
+    timed = time_in_turns(calls, pairs * -(-CALLS // len(pairs)), options.block_ms, options.rounds)
     copy_rate = 2 * x.numel() * x.element_size() / timed["copy"].us
     us = timed["fpk"].us
     return dict(
-        op=op.name, M=case["M"], K=case["K"], scale_layout=case.get("scale_layout", ""), us=round(us, 2),
+        op=op.name, M=case["M"], K=case["K"], variant=variant, us=round(us, 2),
         default_us=round(timed["default"].us, 2), copy_us=round(timed["copy"].us, 2),
         gb_per_s=round(moved / us / 1e3), copy_gb_per_s=round(copy_rate / 1e3),
         share_of_copy=round(moved / us / copy_rate, 3), spread=round(timed["fpk"].spread, 3), tried=tried,

@@ -34,6 +34,7 @@ from fpk.kernels._activation import (
 )
 from fpk.kernels._microscale import element_constants, scale_constants
 from fpk.kernels._mx import expect_mx, expect_packable, mx_blocks, mx_buffers, packs, quantized_mx, store_mx
+from fpk.kernels._tile import after_previous, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -60,7 +61,7 @@ def check(x: Tensor, format: str, rule: str | None, packed: bool, gated: bool, *
 def _mx_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, I, width,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK: tl.constexpr, ADDEND: tl.constexpr, EMAX: tl.constexpr, CLAMP: tl.constexpr, PACKED: tl.constexpr,
@@ -68,6 +69,7 @@ def _mx_kernel(
     NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS blocks: one read, one write."""
+    after_previous(PDL)
     tiles = tl.cdiv(tl.cdiv(I, BLOCK), GROUPS)
     e = tl.program_id(1).to(tl.int64)
     offs_m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -172,6 +174,6 @@ def act_and_mul_quantize_mx(
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
         BLOCK=MX_BLOCK, CLAMP=rule in ("floor", "even"), PACKED=packs(format, packed), WORDS=I % 16 == 0,
         **scale_constants(mx, rule), **element_constants(mx.element, of(x.device)),
-        enable_fp_fusion=False, **config,
+        **early_start(of(x.device)), enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

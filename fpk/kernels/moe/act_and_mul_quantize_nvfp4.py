@@ -46,7 +46,7 @@ from fpk.kernels._nvfp4 import (
     store_global,
     store_nvfp4,
 )
-from fpk.kernels._tile import amax_key, fp8_constants
+from fpk.kernels._tile import after_previous, amax_key, early_start, fp8_constants
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, scales
 from fpk.shapes import activation_cases
@@ -79,12 +79,13 @@ def check(
 def _amax_kernel(
     x_ptr, key_ptr,
     M, I, parts,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     PER_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The key of each row's amax; or, if not PER_TOKEN, of that of the tiles that are this program's."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     tiles_k = tl.cdiv(I, BLOCK_K)
     if PER_TOKEN:
@@ -116,7 +117,7 @@ def _amax_kernel(
 def _nvfp4_kernel(
     x_ptr, key_ptr, given_ptr, codes_ptr, scale_ptr, global_ptr,
     M, I, width, parts,
-    stride_xe, stride_xm, stride_xk, stride_ge, stride_gm,
+    stride_xe, stride_xm, stride_xk, stride_ge, stride_gm, PDL: tl.constexpr,
     FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
@@ -124,6 +125,7 @@ def _nvfp4_kernel(
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS blocks; the programs of the first columns also store the global scale."""
+    after_previous(PDL)
     tiles = tl.cdiv(tl.cdiv(I, BLOCK), GROUPS)
     e = tl.program_id(1).to(tl.int64)
     tile_m, tile_g = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -242,7 +244,7 @@ def act_and_mul_quantize_nvfp4(
         keys = torch.empty((E, parts), dtype=torch.uint32, device=x.device)
         _amax_kernel[(parts, E)](
             x, keys, M, I, parts, *strides, **constants, PER_TOKEN=per_token, BLOCK_M=1, BLOCK_K=1024, num_warps=4,
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, **early_start(of(x.device)),
         )  # fmt: skip
     encoding = fp8_constants(E4M3FN, of(x.device))
     del encoding["MAX"]
@@ -255,5 +257,6 @@ def act_and_mul_quantize_nvfp4(
         BLOCK=NVFP4_BLOCK, PER_TOKEN=per_token, FOUR_OVER_SIX=four_over_six, PACKED=packed,
         BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), HUGE=LARGEST, **encoding,
         BLOCK_M=config["BLOCK_M"], GROUPS=config["GROUPS"], num_warps=config["num_warps"], enable_fp_fusion=False,
+        **early_start(of(x.device)),
     )  # fmt: skip
     return codes, scale, stored

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_rank, expect_shape
 from fpk.db import Config, bucket
+from fpk.device import of
 from fpk.formats import finite_amax
-from fpk.kernels._amax import partial_amax, partial_amax_kernel, total_amax
+from fpk.kernels._amax import flat_amax_kernel, partial_amax, partial_amax_kernel, total_amax
+from fpk.kernels._tile import after_previous, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -36,13 +38,14 @@ def check(x: Tensor, num_valid_tokens: Tensor | None, **_: Any) -> None:
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _total_kernel(key_ptr, out_ptr, parts, BLOCK_P: tl.constexpr):
+def _total_kernel(key_ptr, out_ptr, parts, PDL: tl.constexpr, BLOCK_P: tl.constexpr):
+    after_previous(PDL)
     e = tl.program_id(0)
     tl.store(out_ptr + e, total_amax(key_ptr, e, parts, BLOCK_P))
 
 
 def configs(**_: Any):
-    yield Config(BLOCK_M=4, BLOCK_K=1024, PROGRAMS=256, num_warps=4, num_stages=2)
+    yield Config(BLOCK_M=1, BLOCK_K=8192, PROGRAMS=528, num_warps=8, num_stages=2)
     for rows, cols in ((1, 8192), (2, 4096), (4, 2048), (8, 1024), (16, 512)):
         for programs in (132, 264, 528, 1056):
             for warps in (4, 8):
@@ -69,7 +72,7 @@ def inputs(*, M, K, E=0, x_dtype=torch.bfloat16, kind="normal", layout="contiguo
         M=(0, 1, 3, 8, 13), K=(1, 16, 33, 100, 257), E=(0, 1, 2), x_dtype=FLOAT_INPUTS, kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"), valid=(None, 0.0, 0.5, 1.0),
     ),
-    kernels=dict(partial=Kernel(partial_amax_kernel)),
+    kernels=dict(partial=Kernel(partial_amax_kernel), flat=Kernel(flat_amax_kernel)),
     configs=configs, launcher_fields=("PROGRAMS",), key=key, cost=cost, cases=activation_cases(),
 )  # fmt: skip
 def amax(x: Tensor, num_valid_tokens: Tensor | None = None, *, config: Config) -> Tensor:
@@ -90,5 +93,5 @@ def amax(x: Tensor, num_valid_tokens: Tensor | None = None, *, config: Config) -
         return out
     keys = partial_amax(x, num_valid_tokens, config)
     width = triton.next_power_of_2(config["PROGRAMS"])
-    _total_kernel[(out.numel(),)](keys, out, keys.shape[1], BLOCK_P=width, num_warps=4)
+    _total_kernel[(out.numel(),)](keys, out, keys.shape[1], BLOCK_P=width, num_warps=4, **early_start(of(x.device)))
     return out

@@ -23,7 +23,18 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8, encode, expand_groups
 from fpk.kernels._groups import SCALE_FORMATS, group_amax, power_of_two_above, stored_scale
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, quantize_fp8
+from fpk.kernels._pairs import amax_key_of_pairs, as_words, converts_pairs, fp8_of_pairs, has_pairs, larger_magnitude
+from fpk.kernels._tile import (
+    after_previous,
+    amax_key,
+    amax_of_key,
+    any_infinite,
+    cast_fp8,
+    divide,
+    early_start,
+    fp8_constants,
+    quantize_fp8,
+)
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -56,12 +67,13 @@ def check(x: Tensor, block_rows: int, block_cols: int, scale_format: str, dtype:
 def _tile_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, K,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, E8M0: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS neighbouring blocks in registers, each padded to powers of two: one read, one write."""
+    after_previous(PDL)
     blocks_m, blocks_k = tl.cdiv(M, ROWS), tl.cdiv(K, COLS)
     tiles = tl.cdiv(blocks_k, BLOCKS)
     e = tl.program_id(1).to(tl.int64)
@@ -101,12 +113,13 @@ def _tile_kernel(
 def _loop_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, K,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A block of any size in pieces: one loop for the maximum, one to quantize (the second read comes from cache)."""
+    after_previous(PDL)
     blocks_m, blocks_k = tl.cdiv(M, ROWS), tl.cdiv(K, COLS)
     e = tl.program_id(1).to(tl.int64)
     block_m = (tl.program_id(0) // blocks_k).to(tl.int64)
@@ -154,27 +167,83 @@ def _loop_kernel(
             tl.store(codes_ptrs, cast_fp8(divide(x, scale), MANTISSA, BIAS, NAN_CODE, HARDWARE), mask=mask)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _pairs_kernel(
+    words_ptr, codes_ptr, scale_ptr,
+    M, K,
+    stride_we, stride_wm, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr,
+    QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr, NATIVE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """A block of bf16 in registers, two values to each. ROWS and COLS are powers of two."""
+    after_previous(PDL)
+    blocks_m, blocks_k = tl.cdiv(M, ROWS), tl.cdiv(K, COLS)
+    e = tl.program_id(1).to(tl.int64)
+    block_m = (tl.program_id(0) // blocks_k).to(tl.int64)
+    block_k = tl.program_id(0) % blocks_k
+    rows = block_m * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = block_k * (COLS // 2) + tl.arange(0, COLS // 2)[None, :]
+    mask = (rows < M) & (cols < K // 2)
+    words_ptr += e * stride_we
+    words = tl.load(words_ptr + rows * stride_wm + cols, mask=mask, other=0)
+    amax = tl.max(larger_magnitude(words), axis=None).to(tl.float32, bitcast=True)
+    infinite = (amax < float("inf")) == 0
+    if infinite:  # rare, and so in pieces that cost no registers
+        keys = tl.zeros((PIECE, COLS // 2), dtype=tl.uint32)
+        for first in range(0, ROWS, PIECE):
+            at = block_m * ROWS + first + tl.arange(0, PIECE)[:, None]
+            inside = (at < M) & (cols < K // 2)
+            some = tl.load(words_ptr + at * stride_wm + cols, mask=inside, other=0)
+            keys = tl.maximum(keys, tl.where(inside, amax_key_of_pairs(some), 0))
+        amax = amax_of_key(tl.max(tl.max(keys, axis=1), axis=0))
+    scale = tl.math.div_rn(tl.maximum(amax, 1e-4), QMAX)
+    stored = scale
+    if E8M0:
+        stored, scale = power_of_two_above(scale)
+    tl.store(scale_ptr + (e * blocks_m + block_m) * blocks_k + block_k, stored.to(scale_ptr.dtype.element_ty))
+    scale = tl.full((1, 1), 1.0, tl.float32) * scale
+    if infinite:
+        for first in range(0, ROWS, PIECE):
+            at = block_m * ROWS + first + tl.arange(0, PIECE)[:, None]
+            inside = (at < M) & (cols < K // 2)
+            some = tl.load(words_ptr + at * stride_wm + cols, mask=inside, other=0)
+            codes = fp8_of_pairs(some, scale, True, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE)
+            tl.store(codes_ptr + (e * M + at) * (K // 2) + cols, codes, mask=inside)
+    else:
+        codes = fp8_of_pairs(words, scale, False, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE)
+        tl.store(codes_ptr + (e * M + rows) * (K // 2) + cols, codes, mask=mask)
+
+
 def configs(block_rows: int, block_cols: int, **_: Any):
     height, width = triton.next_power_of_2(block_rows), triton.next_power_of_2(block_cols)
     neighbours = max(1, 512 // (height * width))
+    yield Config(kernel="pairs", num_warps=max(1, min(8, height * width // 4096)))
     yield Config(kernel="tile", BLOCKS=neighbours, num_warps=8)
     yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     for elements in (4096, 8192, 16384, 32768):
         for warps in (4, 8, 16):
+            if elements == height * width:
+                yield Config(kernel="pairs", num_warps=warps)
             if elements >= height * width:
                 yield Config(kernel="tile", BLOCKS=elements // (height * width), num_warps=warps)
     if height * width <= 16384:  # fewer registers let more programs share a multiprocessor, at the price of spills
         for warps, registers in ((8, 64), (8, 80), (8, 96), (16, 48), (16, 64)):
             yield Config(kernel="tile", BLOCKS=neighbours, num_warps=warps, maxnreg=registers)
+        for warps, registers in ((4, 128), (8, 64), (8, 80), (16, 48)):
+            yield Config(kernel="pairs", num_warps=warps, maxnreg=registers)
     for rows, cols, warps in ((16, 64, 4), (16, 128, 4), (32, 128, 4), (32, 128, 8), (64, 128, 8), (32, 256, 8)):
         for stages in (1, 2):
             yield Config(kernel="loop", BLOCK_M=rows, BLOCK_K=cols, num_warps=warps, num_stages=stages)
 
 
-def legal(config: Config, device: Device, block_rows: int, block_cols: int, **_: Any) -> bool:
+def legal(config: Config, device: Device, x: Tensor, block_rows: int, block_cols: int, **_: Any) -> bool:
     if "maxnreg" in config and device.vendor == "amd":
         return False
     height, width = triton.next_power_of_2(block_rows), triton.next_power_of_2(block_cols)
+    if config["kernel"] == "pairs":  # a program a block, of at most 128 elements a thread
+        whole = block_rows == height and block_cols == width >= 2
+        return whole and 256 <= height * width <= 4096 * config["num_warps"] and has_pairs(x)
     if config["kernel"] == "loop":
         return height * width >= 256  # a program a block: small ones belong several to a program
     # at most 128 elements a thread, or registers spill
@@ -212,7 +281,7 @@ def inputs(
         block=((128, 128), (1, 128), (4, 256), (16, 16), (12, 48), (1, 1), (300, 200)), scale_format=SCALE_FORMATS,
         x_dtype=FLOAT_INPUTS, dtype=tuple(FP8), kind=KINDS, layout=("contiguous", "rows", "offset", "transposed"),
     ),
-    kernels=dict(tile=Kernel(_tile_kernel), loop=Kernel(_loop_kernel)),
+    kernels=dict(tile=Kernel(_tile_kernel), loop=Kernel(_loop_kernel), pairs=Kernel(_pairs_kernel)),
     configs=configs, key=key, legal=legal, cost=cost, cases=activation_cases(),
 )  # fmt: skip
 def quantize_fp8_block(
@@ -243,9 +312,20 @@ def quantize_fp8_block(
     if x.numel() == 0:
         return codes, scale
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
-    config = dict(config)
+    config, device = dict(config), of(x.device)
+    constants = dict(
+        ROWS=block_rows, COLS=block_cols, E8M0=scale_format == "e8m0", QMAX=fmt.qmax, **fp8_constants(fmt, device),
+        **early_start(device), enable_fp_fusion=False,
+    )  # fmt: skip
     padded: dict[str, Any] = {}
-    if config.pop("kernel") == "tile":
+    name = config.pop("kernel")
+    if name == "pairs":
+        _pairs_kernel[(blocks_m * blocks_k, E)](
+            as_words(x), codes.view(torch.int16), scale, M, K, stride_xe // 2, x.stride(-2) // 2,
+            NATIVE=converts_pairs(fmt, device), PIECE=max(1, block_rows // 16), **constants, **config,
+        )  # fmt: skip
+        return codes, scale
+    if name == "tile":
         kernel, tiles = _tile_kernel, triton.cdiv(blocks_k, config["BLOCKS"])
         padded = dict(HEIGHT=triton.next_power_of_2(block_rows), WIDTH=triton.next_power_of_2(block_cols))
     else:
@@ -254,8 +334,6 @@ def quantize_fp8_block(
         x, codes.view(torch.uint8), scale,
         M, K,
         stride_xe, x.stride(-2), x.stride(-1),
-        ROWS=block_rows, COLS=block_cols, E8M0=scale_format == "e8m0", **padded,
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
-        enable_fp_fusion=False, **config,
+        **padded, **constants, **config,
     )  # fmt: skip
     return codes, scale

@@ -35,7 +35,18 @@ from fpk.kernels._groups import (
     scale_buffer,
     stored_scale,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, quantize_fp8
+from fpk.kernels._pairs import amax_key_of_pairs, as_words, converts_pairs, fp8_of_pairs, has_pairs, larger_magnitude
+from fpk.kernels._tile import (
+    after_previous,
+    amax_key,
+    amax_of_key,
+    any_infinite,
+    cast_fp8,
+    divide,
+    early_start,
+    fp8_constants,
+    quantize_fp8,
+)
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -66,12 +77,13 @@ def check(x: Tensor, group: int, scale_format: str, layout: str, dtype: torch.dt
 def _group_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, K,
-    stride_xe, stride_xm, stride_xk, stride_s,
+    stride_xe, stride_xm, stride_xk, stride_s, PDL: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, E8M0: tl.constexpr, COLUMNS: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS groups, each group padded to a power of two: one read, one write."""
+    after_previous(PDL)
     groups = tl.cdiv(K, GROUP)
     tiles = tl.cdiv(groups, GROUPS)
     e = tl.program_id(1).to(tl.int64)
@@ -110,19 +122,87 @@ def _group_kernel(
     tl.store(scale_ptrs, stored.to(scale_ptr.dtype.element_ty), mask=mask_s)
 
 
+@triton.jit
+def _store_groups(
+    codes_ptr, scale_ptr, words, amax, e, offs_m, offs_g, cols, mask, M, K, stride_s,
+    RARE: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr, COLUMNS: tl.constexpr,
+    QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of words [M, G, GROUP / 2] with these maxima."""
+    groups = tl.cdiv(K, GROUP)
+    scale = tl.math.div_rn(tl.maximum(amax, 1e-10), QMAX)
+    stored = scale
+    if E8M0:
+        stored, scale = power_of_two_above(scale)
+    codes = fp8_of_pairs(words, scale[:, :, None], RARE, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE)
+    tl.store(codes_ptr + (e * M + offs_m)[:, None, None] * (K // 2) + cols, codes, mask=mask)
+    scale_ptr += e * groups * stride_s
+    if COLUMNS:
+        scale_ptrs = scale_ptr + offs_g[None, :].to(tl.int64) * stride_s + offs_m[:, None]
+    else:
+        scale_ptrs = scale_ptr + offs_m[:, None] * groups + offs_g[None, :]
+    mask_s = (offs_m < M)[:, None] & (offs_g < groups)[None, :]
+    tl.store(scale_ptrs, stored.to(scale_ptr.dtype.element_ty), mask=mask_s)
+
+
+@triton.jit(do_not_specialize=["M", "stride_s"])
+def _pairs_kernel(
+    words_ptr, codes_ptr, scale_ptr,
+    M, K,
+    stride_we, stride_wm, stride_s, PDL: tl.constexpr,
+    GROUP: tl.constexpr, E8M0: tl.constexpr, COLUMNS: tl.constexpr,
+    QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of GROUPS groups of bf16, two values to a register."""
+    after_previous(PDL)
+    tiles = tl.cdiv(tl.cdiv(K, GROUP), GROUPS)
+    e = tl.program_id(1).to(tl.int64)
+    first_m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M
+    offs_m = first_m + tl.arange(0, BLOCK_M)
+    offs_g = tl.program_id(0) % tiles * GROUPS + tl.arange(0, GROUPS)
+    cols = (offs_g[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :])[None, :, :]
+    mask = (offs_m < M)[:, None, None] & (cols < K // 2)
+    words_ptr += e * stride_we
+    words = tl.load(words_ptr + offs_m[:, None, None] * stride_wm + cols, mask=mask, other=0)
+    amax = tl.max(larger_magnitude(words), axis=2).to(tl.float32, bitcast=True)
+    if any_infinite(amax):  # rare, and so a row at a time, which costs no registers
+        for i in range(0, BLOCK_M):
+            row = first_m + i + tl.arange(0, 1)
+            inside = (row < M)[:, None, None] & (cols < K // 2)
+            some = tl.load(words_ptr + row[:, None, None] * stride_wm + cols, mask=inside, other=0)
+            its_amax = amax_of_key(tl.max(tl.where(inside, amax_key_of_pairs(some), 0), axis=2))
+            _store_groups(
+                codes_ptr, scale_ptr, some, its_amax, e, row, offs_g, cols, inside, M, K, stride_s,
+                True, GROUP, E8M0, COLUMNS, QMAX, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE,
+            )  # fmt: skip
+    else:
+        _store_groups(
+            codes_ptr, scale_ptr, words, amax, e, offs_m, offs_g, cols, mask, M, K, stride_s,
+            False, GROUP, E8M0, COLUMNS, QMAX, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE,
+        )  # fmt: skip
+
+
 def configs(x: Tensor, group: int, **_: Any):
     width = triton.next_power_of_2(group)
     rows = 8 if x.shape[-2] > 4 else 1
     default = max(1, 2048 // rows // width)
     rows = max(1, min(rows, 2048 // width))
-    yield Config(BLOCK_M=rows, GROUPS=default, num_warps=2 if width <= 2048 else 8)
+    if x.shape[-2] > 64:
+        yield Config(kernel="pairs", BLOCK_M=16, GROUPS=max(1, 512 // width), num_warps=4 if width <= 512 else 8)
+    for kernel in ("pairs", "group"):
+        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=default, num_warps=2 if width <= 2048 else 8)
     shapes = [(1, 1024), (1, 2048), (1, 4096), (2, 1024), (2, 2048), (4, 512), (4, 1024), (8, 256), (8, 512),
               (8, 1024), (16, 128), (16, 256), (16, 512), (32, 128), (32, 256), (64, 128)]  # fmt: skip
     for (rows, cols), warps in itertools.product(shapes, (2, 4, 8)):
-        yield Config(BLOCK_M=rows, GROUPS=max(1, cols // width), num_warps=warps)
+        for kernel in ("pairs", "group"):
+            yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=max(1, cols // width), num_warps=warps)
 
 
-def legal(config: Config, group: int, **_: Any) -> bool:
+def legal(config: Config, x: Tensor, group: int, **_: Any) -> bool:
+    if config["kernel"] == "pairs" and (group < 2 or group != triton.next_power_of_2(group) or not has_pairs(x)):
+        return False
     # at most 128 elements a thread, or registers spill
     return config["BLOCK_M"] * config["GROUPS"] * triton.next_power_of_2(group) <= 4096 * config["num_warps"]
 
@@ -155,7 +235,7 @@ def inputs(
         scale_format=SCALE_FORMATS, scale_layout=LAYOUTS, x_dtype=FLOAT_INPUTS, dtype=tuple(FP8), kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"),
     ),
-    kernels=dict(group=Kernel(_group_kernel)),
+    kernels=dict(group=Kernel(_group_kernel), pairs=Kernel(_pairs_kernel)),
     configs=configs, key=key, legal=legal, cost=cost, cases=activation_cases(),
 )  # fmt: skip
 def quantize_fp8_group(
@@ -187,12 +267,21 @@ def quantize_fp8_group(
         return codes, scale
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(groups, config["GROUPS"])
+    config, device = dict(config), of(x.device)
+    constants = dict(
+        GROUP=group, E8M0=scale_format == "e8m0", COLUMNS=layout != "row", QMAX=fmt.qmax, **fp8_constants(fmt, device),
+        **early_start(device), enable_fp_fusion=False,
+    )  # fmt: skip
+    if config.pop("kernel") == "pairs":
+        _pairs_kernel[(tiles, E)](
+            as_words(x), codes.view(torch.int16), scale, M, K, stride_xe // 2, x.stride(-2) // 2, stride_s,
+            NATIVE=converts_pairs(fmt, device), **constants, **config,
+        )  # fmt: skip
+        return codes, scale
     _group_kernel[(tiles, E)](
         x, codes.view(torch.uint8), scale,
         M, K,
         stride_xe, x.stride(-2), x.stride(-1), stride_s,
-        GROUP=group, WIDTH=triton.next_power_of_2(group), E8M0=scale_format == "e8m0", COLUMNS=layout != "row",
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
-        enable_fp_fusion=False, **config,
+        WIDTH=triton.next_power_of_2(group), **constants, **config,
     )  # fmt: skip
     return codes, scale

@@ -18,7 +18,8 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_granularity, expect_one
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, Granularity, encode, expand_groups
-from fpk.kernels._tile import fp8_constants, quantize_fp8
+from fpk.kernels._pairs import as_words, converts_pairs, fp8_of_quotients, halves, has_flat_pairs
+from fpk.kernels._tile import after_previous, early_start, fp8_constants, quantize_fp8, quotient_within
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
 from fpk.shapes import activation_cases
@@ -44,10 +45,11 @@ def _static_kernel(
     x_ptr, scale_ptr, codes_ptr,
     M, K,
     stride_xe, stride_xm, stride_xk, stride_se, stride_sm, stride_sk,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    PDL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     tiles_k = tl.cdiv(K, BLOCK_K)
     offs_m = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -66,11 +68,39 @@ def _static_kernel(
     tl.store(codes_ptr + (e * M + offs_m)[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _pairs_kernel(
+    words_ptr, scale_ptr, codes_ptr,
+    M, K,
+    stride_we, stride_se, PDL: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """bf16 rows without gaps, two values to a register, one scale a matrix."""
+    after_previous(PDL)
+    e = tl.program_id(1).to(tl.int64)
+    total = M.to(tl.int64) * (K // 2)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + e * stride_we + offs, mask=offs < total, other=0)
+    scale = tl.load(scale_ptr + e * stride_se + tl.arange(0, 1))
+    low, high = halves(words)
+    low, high = quotient_within(low, scale, -MAX, MAX), quotient_within(high, scale, -MAX, MAX)
+    codes = fp8_of_quotients(low, high, MANTISSA, BIAS, NAN_CODE, HARDWARE, NATIVE)
+    tl.store(codes_ptr + e * total + offs, codes, mask=offs < total)
+
+
 def configs(**_: Any):
-    yield Config(BLOCK_M=2, BLOCK_K=2048, num_warps=4, num_stages=1)
+    yield Config(kernel="pairs", BLOCK=4096, num_warps=8, num_stages=1)
+    for block, warps in ((1024, 2), (2048, 2), (2048, 4), (4096, 4), (8192, 8)):
+        yield Config(kernel="pairs", BLOCK=block, num_warps=warps, num_stages=1)
+    yield Config(kernel="static", BLOCK_M=2, BLOCK_K=2048, num_warps=4, num_stages=1)
     for rows, cols in ((1, 8192), (1, 4096), (4, 1024), (1, 2048), (4, 2048), (8, 1024), (16, 512), (1, 1024)):
         for warps in (4, 8):
-            yield Config(BLOCK_M=rows, BLOCK_K=cols, num_warps=warps, num_stages=1)
+            yield Config(kernel="static", BLOCK_M=rows, BLOCK_K=cols, num_warps=warps, num_stages=1)
+
+
+def legal(config: Config, x: Tensor, rows: int, cols: int, **_: Any) -> bool:
+    return config["kernel"] == "static" or (rows == cols == -1 and has_flat_pairs(x))
 
 
 def key(x: Tensor, rows: int, cols: int, dtype: torch.dtype, **_: Any) -> dict[str, int | str]:
@@ -99,8 +129,8 @@ def inputs(
         granularity=((-1, -1), (1, -1), (-1, 1), (1, 16), (4, 32), (3, 5)),
         x_dtype=FLOAT_INPUTS, dtype=tuple(FP8), kind=KINDS, layout=("contiguous", "rows", "offset", "transposed"),
     ),
-    kernels=dict(static=Kernel(_static_kernel)),
-    configs=configs, key=key, cost=cost, cases=activation_cases(),
+    kernels=dict(static=Kernel(_static_kernel), pairs=Kernel(_pairs_kernel)),
+    configs=configs, legal=legal, key=key, cost=cost, cases=activation_cases(),
 )  # fmt: skip
 def quantize_fp8_static(
     x: Tensor, scale: Tensor, rows: int = -1, cols: int = -1, dtype: torch.dtype = torch.float8_e4m3fn, *,
@@ -127,13 +157,21 @@ def quantize_fp8_static(
         return codes
     *_, M, K = x.shape
     stacked = x.dim() == 3
+    config, device = dict(config), of(x.device)
+    constants = dict(**fp8_constants(fmt, device), **early_start(device), enable_fp_fusion=False)
+    if config.pop("kernel") == "pairs":
+        _pairs_kernel[(triton.cdiv(M * K // 2, config["BLOCK"]), x.shape[0] if stacked else 1)](
+            as_words(x), scale, codes.view(torch.int16), M, K,
+            x.stride(0) // 2 if stacked else 0, scale.stride(0) if stacked else 0,
+            NATIVE=converts_pairs(fmt, device), **constants, **config,
+        )  # fmt: skip
+        return codes
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(K, config["BLOCK_K"])
     _static_kernel[(tiles, x.shape[0] if stacked else 1)](
         x, scale, codes.view(torch.uint8),
         M, K,
         x.stride(0) if stacked else 0, x.stride(-2), x.stride(-1),
         scale.stride(0) if stacked else 0, scale.stride(-2), scale.stride(-1),
-        ROWS=rows, COLS=cols, **fp8_constants(fmt, of(x.device)),
-        enable_fp_fusion=False, **config,
+        ROWS=rows, COLS=cols, **constants, **config,
     )  # fmt: skip
     return codes

@@ -9,6 +9,7 @@ quantization) is quantize_fp8_static. Source: the dynamic per-tensor quantizatio
 `scaled_fp8_quant`), with true division and the scale floor of the per-token form.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_o
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, encode, finite_amax
-from fpk.kernels._amax import partial_amax, partial_amax_kernel, total_amax
-from fpk.kernels._tile import fp8_constants, quantize_fp8
+from fpk.kernels._amax import any_odd_part, flat_amax_kernel, partial_amax, partial_amax_kernel, total_amax
+from fpk.kernels._pairs import as_words, converts_pairs, fp8_of_pairs, has_flat_pairs
+from fpk.kernels._tile import after_previous, early_start, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -50,10 +52,11 @@ def check(x: Tensor, num_valid_tokens: Tensor | None, dtype: torch.dtype, **_: A
 def _quantize_kernel(
     x_ptr, key_ptr, codes_ptr, scale_ptr,
     M, K, parts,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     # last tiles first: the first pass read them last, so they are still in L2
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -72,12 +75,65 @@ def _quantize_kernel(
     tl.store(codes_ptr + (e * M + offs_m)[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
+@triton.jit(do_not_specialize=["M", "parts"])
+def _pairs_kernel(
+    words_ptr, valid_ptr, key_ptr, codes_ptr, scale_ptr,
+    M, K, parts,
+    stride_we, PDL: tl.constexpr,
+    QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """bf16 rows without gaps, two values to a register."""
+    after_previous(PDL)
+    e = tl.program_id(1).to(tl.int64)
+    # last tiles first: the first pass read them last, so they are still in L2
+    offs = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = M.to(tl.int64) * (K // 2)
+    words_ptr += e * stride_we
+    words = tl.load(words_ptr + offs, mask=offs < total, other=0)  # in flight while the maximum is formed
+    scale = tl.maximum(tl.math.div_rn(total_amax(key_ptr, e, parts, BLOCK_P), QMAX), 1 / (512 * QMAX))
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr + e, scale)
+    scale = tl.full((1,), 1.0, tl.float32) * scale
+    codes_ptr += e * total
+    rare = any_odd_part(key_ptr, e, tl.num_programs(1), parts, BLOCK_P)
+    if valid_ptr is not None:  # rows that do not count may lie beyond the range
+        rare = True
+    if rare:
+        PIECE: tl.constexpr = BLOCK // 8
+        for piece in range(0, BLOCK, PIECE):
+            at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK + piece + tl.arange(0, PIECE)
+            some = tl.load(words_ptr + at, mask=at < total, other=0)
+            tl.store(
+                codes_ptr + at,
+                fp8_of_pairs(some, scale, True, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE),
+                mask=at < total,
+            )
+    else:
+        tl.store(
+            codes_ptr + offs,
+            fp8_of_pairs(words, scale, False, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE),
+            mask=offs < total,
+        )
+
+
 def configs(**_: Any):
-    yield Config(BLOCK_M=1, BLOCK_K=8192, PROGRAMS=1024, num_warps=4, num_stages=3)
+    yield Config(kernel="pairs", BLOCK_M=1, BLOCK_K=8192, PROGRAMS=528, TILE=4096, num_warps=8, num_stages=1)
+    for programs, part, tile, warps in itertools.product((264, 528, 1056), (4096, 8192), (2048, 4096), (4, 8)):
+        yield Config(
+            kernel="pairs", BLOCK_M=1, BLOCK_K=part, PROGRAMS=programs, TILE=tile, num_warps=warps, num_stages=1
+        )  # fmt: skip
+    yield Config(kernel="quantize", BLOCK_M=1, BLOCK_K=8192, PROGRAMS=1024, num_warps=4, num_stages=3)
     for programs in (1024, 512, 256, 128):
         for rows, cols in ((1, 8192), (2, 4096), (1, 4096), (4, 2048), (4, 1024), (8, 1024)):
             for warps in (4, 8):
-                yield Config(BLOCK_M=rows, BLOCK_K=cols, PROGRAMS=programs, num_warps=warps, num_stages=3)
+                yield Config(
+                    kernel="quantize", BLOCK_M=rows, BLOCK_K=cols, PROGRAMS=programs, num_warps=warps, num_stages=3
+                )  # fmt: skip
+
+
+def legal(config: Config, x: Tensor, **_: Any) -> bool:
+    return config["kernel"] != "pairs" or has_flat_pairs(x)
 
 
 def key(x: Tensor, dtype: torch.dtype, **_: Any) -> dict[str, int | str]:
@@ -105,8 +161,12 @@ def inputs(
         M=(0, 1, 3, 8, 13), K=(1, 16, 33, 100, 257), E=(0, 1, 2), x_dtype=FLOAT_INPUTS, dtype=tuple(FP8), kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"), valid=(None, 0.0, 0.5, 1.0),
     ),
-    kernels=dict(quantize=Kernel(_quantize_kernel), partial=Kernel(partial_amax_kernel)),
-    configs=configs, launcher_fields=("PROGRAMS",), key=key, cost=cost, cases=activation_cases(),
+    kernels=dict(
+        quantize=Kernel(_quantize_kernel), pairs=Kernel(_pairs_kernel), partial=Kernel(partial_amax_kernel),
+        flat=Kernel(flat_amax_kernel),
+    ),
+    configs=configs, legal=legal, launcher_fields=("PROGRAMS", "TILE", "BLOCK_M", "BLOCK_K"), key=key, cost=cost,
+    cases=activation_cases(),
 )  # fmt: skip
 def quantize_fp8_tensor(
     x: Tensor, num_valid_tokens: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn, *, config: Config
@@ -133,14 +193,23 @@ def quantize_fp8_tensor(
         return codes, scale
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
     keys = partial_amax(x, num_valid_tokens, config)
-    config = dict(config)
+    config, device = dict(config), of(x.device)
     programs = config.pop("PROGRAMS")
+    constants = dict(
+        QMAX=fmt.qmax, **fp8_constants(fmt, device), BLOCK_P=triton.next_power_of_2(programs), **early_start(device),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    if config.pop("kernel") == "pairs":
+        _pairs_kernel[(max(1, triton.cdiv(M * K // 2, config["TILE"])), E)](
+            as_words(x), num_valid_tokens, keys, codes.view(torch.int16), scale, M, K, keys.shape[1], stride_xe // 2,
+            BLOCK=config["TILE"], NATIVE=converts_pairs(fmt, device), num_warps=4, **constants,
+        )  # fmt: skip
+        return codes, scale
     tiles = max(1, triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(K, config["BLOCK_K"]))
     _quantize_kernel[(tiles, E)](
         x, keys, codes.view(torch.uint8), scale,
         M, K, keys.shape[1],
         stride_xe, x.stride(-2), x.stride(-1),
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
-        BLOCK_P=triton.next_power_of_2(programs), enable_fp_fusion=False, **config,
+        **constants, **config,
     )  # fmt: skip
     return codes, scale

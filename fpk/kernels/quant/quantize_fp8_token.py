@@ -21,12 +21,15 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_o
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, encode, finite_amax
+from fpk.kernels._pairs import amax_key_of_pairs, as_words, converts_pairs, fp8_of_pairs, has_pairs, larger_magnitude
 from fpk.kernels._tile import (
+    after_previous,
     amax_key,
     amax_of_key,
     any_infinite,
     cast_fp8,
     divide,
+    early_start,
     fp8_constants,
     quantize_fp8,
     quotient_within,
@@ -61,11 +64,12 @@ def check(x: Tensor, scale_ub: Tensor | None, dtype: torch.dtype, **_: Any) -> N
 def _row_kernel(
     x_ptr, scale_ub_ptr, codes_ptr, scale_ptr,
     M, K,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: one read, one write."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
@@ -94,11 +98,12 @@ def _row_kernel(
 def _loop_kernel(
     x_ptr, scale_ub_ptr, codes_ptr, scale_ptr,
     M, K,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
     HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length: one loop for the maximum, one to quantize (the second read comes from cache)."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
@@ -125,20 +130,67 @@ def _loop_kernel(
         tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _pairs_kernel(
+    words_ptr, codes_ptr, scale_ptr,
+    M, K,
+    stride_we, stride_wm, PDL: tl.constexpr,
+    QMAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr,
+    HARDWARE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Whole rows of bf16 in registers, two values to each."""
+    after_previous(PDL)
+    e = tl.program_id(1).to(tl.int64)
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_w = tl.arange(0, BLOCK_K // 2)
+    mask = (offs_m < M)[:, None] & (offs_w < K // 2)[None, :]
+    word_rows = words_ptr + e * stride_we + offs_m[:, None] * stride_wm
+    words = tl.load(word_rows + offs_w[None, :], mask=mask, other=0)
+    amax = tl.max(larger_magnitude(words), axis=1).to(tl.float32, bitcast=True)
+    rows = e * M + offs_m
+    if any_infinite(amax):  # rare, and so in pieces that cost no registers
+        PIECE: tl.constexpr = BLOCK_K // 16
+        keys = tl.zeros((BLOCK_M, PIECE), dtype=tl.uint32)
+        for first in range(0, BLOCK_K // 2, PIECE):
+            at = first + tl.arange(0, PIECE)
+            inside = (offs_m < M)[:, None] & (at < K // 2)[None, :]
+            some = tl.load(word_rows + at[None, :], mask=inside, other=0)
+            keys = tl.maximum(keys, tl.where(inside, amax_key_of_pairs(some), 0))
+        amax = amax_of_key(tl.max(keys, axis=1))
+        scale = tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))
+        tl.store(scale_ptr + rows, scale, mask=offs_m < M)
+        for first in range(0, BLOCK_K // 2, PIECE):
+            at = first + tl.arange(0, PIECE)
+            inside = (offs_m < M)[:, None] & (at < K // 2)[None, :]
+            some = tl.load(word_rows + at[None, :], mask=inside, other=0)
+            codes = fp8_of_pairs(some, scale[:, None], True, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE)
+            tl.store(codes_ptr + rows[:, None] * (K // 2) + at[None, :], codes, mask=inside)
+    else:
+        scale = tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))
+        tl.store(scale_ptr + rows, scale, mask=offs_m < M)
+        codes = fp8_of_pairs(words, scale[:, None], False, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE, NATIVE)
+        tl.store(codes_ptr + rows[:, None] * (K // 2) + offs_w[None, :], codes, mask=mask)
+
+
 def configs(x: Tensor, **_: Any):
     width = triton.next_power_of_2(x.shape[-1])
+    if 1024 <= width <= 16384:
+        yield Config(kernel="pairs", BLOCK_M=1, BLOCK_K=width, num_warps=4 if width <= 8192 else 8, num_stages=1)
     if 1024 <= width <= 16384:
         yield Config(kernel="row", BLOCK_M=1, BLOCK_K=width, num_warps=4 if width <= 8192 else 8, num_stages=1)
     yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     for rows in (1, 2, 4, 8):
         for warps in (4, 8, 16):
             if 512 <= rows * width <= 32768:
+                yield Config(kernel="pairs", BLOCK_M=rows, BLOCK_K=width, num_warps=warps, num_stages=1)
                 yield Config(kernel="row", BLOCK_M=rows, BLOCK_K=width, num_warps=warps, num_stages=1)
     for rows, cols in ((1, 2048), (1, 4096), (8, 512), (16, 256)):
         yield Config(kernel="loop", BLOCK_M=rows, BLOCK_K=cols, num_warps=8, num_stages=3)
 
 
-def legal(config: Config, x: Tensor, **_: Any) -> bool:
+def legal(config: Config, x: Tensor, scale_ub: Tensor | None, **_: Any) -> bool:
+    if config["kernel"] == "pairs" and (scale_ub is not None or not has_pairs(x)):
+        return False
     return config["kernel"] == "loop" or config["BLOCK_K"] >= x.shape[-1]
 
 
@@ -168,7 +220,7 @@ def inputs(
         x_dtype=FLOAT_INPUTS, dtype=tuple(FP8), kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"), scale_ub=(False, True),
     ),
-    kernels=dict(loop=Kernel(_loop_kernel), row=Kernel(_row_kernel)),
+    kernels=dict(loop=Kernel(_loop_kernel), row=Kernel(_row_kernel), pairs=Kernel(_pairs_kernel)),
     configs=configs, key=key, legal=legal, cost=cost, cases=activation_cases(),
 )  # fmt: skip
 def quantize_fp8_token(
@@ -194,13 +246,21 @@ def quantize_fp8_token(
     if x.numel() == 0:
         return codes, scale
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
-    config = dict(config)
+    config, device = dict(config), of(x.device)
+    constants = dict(QMAX=fmt.qmax, **fp8_constants(fmt, device), **early_start(device), enable_fp_fusion=False)
+    grid = (triton.cdiv(M, config["BLOCK_M"]), E)
+    if config["kernel"] == "pairs":
+        del config["kernel"]
+        _pairs_kernel[grid](
+            as_words(x), codes.view(torch.int16), scale, M, K, stride_xe // 2, x.stride(-2) // 2,
+            NATIVE=converts_pairs(fmt, device), **constants, **config,
+        )  # fmt: skip
+        return codes, scale
     kernel = {"loop": _loop_kernel, "row": _row_kernel}[config.pop("kernel")]
-    kernel[(triton.cdiv(M, config["BLOCK_M"]), E)](
+    kernel[grid](
         x, scale_ub, codes.view(torch.uint8), scale,
         M, K,
         stride_xe, x.stride(-2), x.stride(-1),
-        QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
-        enable_fp_fusion=False, **config,
+        **constants, **config,
     )  # fmt: skip
     return codes, scale

@@ -18,9 +18,21 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_one_of, expect_rank
 from fpk.db import Config, bucket
+from fpk.device import of
 from fpk.formats import encode_int8 as encode_codes
 from fpk.formats import finite_amax
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, quantize_int8, quotient_within
+from fpk.kernels._pairs import amax_key_of_pairs, as_words, has_pairs, int8_of_pairs, larger_magnitude
+from fpk.kernels._tile import (
+    after_previous,
+    amax_key,
+    amax_of_key,
+    any_infinite,
+    cast_int8,
+    divide,
+    early_start,
+    quantize_int8,
+    quotient_within,
+)
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -43,10 +55,11 @@ def check(x: Tensor, qmin: int, **_: Any) -> None:
 def _row_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, K,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     QMIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: one read, one write."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
@@ -72,10 +85,11 @@ def _row_kernel(
 def _loop_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, K,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     QMIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length: one loop for the maximum, one to quantize (the second read comes from cache)."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
@@ -100,20 +114,66 @@ def _loop_kernel(
         tl.store(codes_ptr + rows[:, None] * K + offs_k[None, :], codes, mask=mask)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _pairs_kernel(
+    words_ptr, codes_ptr, scale_ptr,
+    M, K,
+    stride_we, stride_wm, PDL: tl.constexpr,
+    QMIN: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Whole rows of bf16 in registers, two values to each."""
+    after_previous(PDL)
+    e = tl.program_id(1).to(tl.int64)
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_w = tl.arange(0, BLOCK_K // 2)
+    mask = (offs_m < M)[:, None] & (offs_w < K // 2)[None, :]
+    word_rows = words_ptr + e * stride_we + offs_m[:, None] * stride_wm
+    words = tl.load(word_rows + offs_w[None, :], mask=mask, other=0)
+    amax = tl.max(larger_magnitude(words), axis=1).to(tl.float32, bitcast=True)
+    rows = e * M + offs_m
+    if any_infinite(amax):  # rare, and so in pieces that cost no registers
+        PIECE: tl.constexpr = BLOCK_K // 16
+        keys = tl.zeros((BLOCK_M, PIECE), dtype=tl.uint32)
+        for first in range(0, BLOCK_K // 2, PIECE):
+            at = first + tl.arange(0, PIECE)
+            inside = (offs_m < M)[:, None] & (at < K // 2)[None, :]
+            some = tl.load(word_rows + at[None, :], mask=inside, other=0)
+            keys = tl.maximum(keys, tl.where(inside, amax_key_of_pairs(some), 0))
+        amax = amax_of_key(tl.max(keys, axis=1))
+        scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
+        tl.store(scale_ptr + rows, scale, mask=offs_m < M)
+        for first in range(0, BLOCK_K // 2, PIECE):
+            at = first + tl.arange(0, PIECE)
+            inside = (offs_m < M)[:, None] & (at < K // 2)[None, :]
+            some = tl.load(word_rows + at[None, :], mask=inside, other=0)
+            codes = int8_of_pairs(some, scale[:, None], True, QMIN, NATIVE)
+            tl.store(codes_ptr + rows[:, None] * (K // 2) + at[None, :], codes, mask=inside)
+    else:
+        scale = tl.math.div_rn(tl.maximum(amax, 1e-10), 127.0)
+        tl.store(scale_ptr + rows, scale, mask=offs_m < M)
+        codes = int8_of_pairs(words, scale[:, None], False, QMIN, NATIVE)
+        tl.store(codes_ptr + rows[:, None] * (K // 2) + offs_w[None, :], codes, mask=mask)
+
+
 def configs(x: Tensor, **_: Any):
     width = triton.next_power_of_2(x.shape[-1])
+    if 1024 <= width <= 16384:
+        yield Config(kernel="pairs", BLOCK_M=1, BLOCK_K=width, num_warps=4 if width <= 8192 else 8, num_stages=1)
     if 1024 <= width <= 16384:
         yield Config(kernel="row", BLOCK_M=1, BLOCK_K=width, num_warps=4 if width <= 8192 else 8, num_stages=1)
     yield Config(kernel="loop", BLOCK_M=4, BLOCK_K=1024, num_warps=4, num_stages=2)
     for rows in (1, 2, 4, 8):
         for warps in (4, 8, 16):
             if 512 <= rows * width <= 32768:
+                yield Config(kernel="pairs", BLOCK_M=rows, BLOCK_K=width, num_warps=warps, num_stages=1)
                 yield Config(kernel="row", BLOCK_M=rows, BLOCK_K=width, num_warps=warps, num_stages=1)
     for rows, cols in ((1, 2048), (1, 4096), (8, 512), (16, 256)):
         yield Config(kernel="loop", BLOCK_M=rows, BLOCK_K=cols, num_warps=8, num_stages=3)
 
 
 def legal(config: Config, x: Tensor, **_: Any) -> bool:
+    if config["kernel"] == "pairs" and not has_pairs(x):
+        return False
     return config["kernel"] == "loop" or config["BLOCK_K"] >= x.shape[-1]
 
 
@@ -136,7 +196,7 @@ def inputs(*, M, K, E=0, qmin=-128, x_dtype=torch.bfloat16, kind="normal", layou
         M=(0, 1, 2, 3, 5, 8, 13), K=(1, 16, 33, 64, 100, 128, 257), E=(0, 1, 2), qmin=(-128, -127),
         x_dtype=FLOAT_INPUTS, kind=KINDS, layout=("contiguous", "rows", "offset", "transposed"),
     ),
-    kernels=dict(loop=Kernel(_loop_kernel), row=Kernel(_row_kernel)),
+    kernels=dict(loop=Kernel(_loop_kernel), row=Kernel(_row_kernel), pairs=Kernel(_pairs_kernel)),
     configs=configs, key=key, legal=legal, cost=cost, cases=activation_cases(),
 )  # fmt: skip
 def quantize_int8_token(x: Tensor, qmin: int = -128, *, config: Config) -> tuple[Tensor, Tensor]:
@@ -158,10 +218,16 @@ def quantize_int8_token(x: Tensor, qmin: int = -128, *, config: Config) -> tuple
     if x.numel() == 0:
         return codes, scale
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
-    config = dict(config)
+    config, device = dict(config), of(x.device)
+    constants = dict(QMIN=qmin, **early_start(device), enable_fp_fusion=False)
+    grid = (triton.cdiv(M, config["BLOCK_M"]), E)
+    if config["kernel"] == "pairs":
+        del config["kernel"]
+        _pairs_kernel[grid](
+            as_words(x), codes.view(torch.int16), scale, M, K, stride_xe // 2, x.stride(-2) // 2,
+            NATIVE=device.vendor == "nv", **constants, **config,
+        )  # fmt: skip
+        return codes, scale
     kernel = {"loop": _loop_kernel, "row": _row_kernel}[config.pop("kernel")]
-    kernel[(triton.cdiv(M, config["BLOCK_M"]), E)](
-        x, codes, scale, M, K, stride_xe, x.stride(-2), x.stride(-1),
-        QMIN=qmin, enable_fp_fusion=False, **config,
-    )  # fmt: skip
+    kernel[grid](x, codes, scale, M, K, stride_xe, x.stride(-2), x.stride(-1), **constants, **config)
     return codes, scale

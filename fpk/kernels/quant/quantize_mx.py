@@ -23,8 +23,11 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_rank
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8, MX, MX_BLOCK, MX_RULES
-from fpk.kernels._microscale import element_constants, scale_constants
+from fpk.kernels._microscale import element_constants, scale_byte, scale_constants
 from fpk.kernels._mx import expect_mx, expect_packable, mx_blocks, mx_buffers, packs, quantized_mx, store_mx
+from fpk.kernels._pairs import TARGETS as PAIRS
+from fpk.kernels._pairs import as_words, fp4_times_power, has_pairs, largest_of_pairs, load_pairs, store_pairs
+from fpk.kernels._tile import after_previous, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, strided
 from fpk.shapes import activation_cases
@@ -48,12 +51,13 @@ def check(x: Tensor, format: str, rule: str | None, packed: bool, **_: Any) -> N
 def _mx_kernel(
     x_ptr, codes_ptr, scale_ptr,
     M, K, width,
-    stride_xe, stride_xm, stride_xk,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
     BLOCK: tl.constexpr, ADDEND: tl.constexpr, EMAX: tl.constexpr, CLAMP: tl.constexpr, PACKED: tl.constexpr,
     WORDS: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr,
     NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS blocks: one read, one write."""
+    after_previous(PDL)
     groups = tl.cdiv(K, BLOCK)
     tiles = tl.cdiv(groups, GROUPS)
     e = tl.program_id(1).to(tl.int64)
@@ -70,13 +74,62 @@ def _mx_kernel(
     store_mx(codes_ptr, scale_ptr, codes, byte, rows, offs_g, mask_m, K, width, BLOCK, BITS, PACKED, WORDS)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _pairs_kernel(
+    x_ptr, words_ptr, codes_ptr, scale_ptr,
+    M, K, width,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ADDEND: tl.constexpr, EMAX: tl.constexpr, CLAMP: tl.constexpr, PACKED: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Packed FP4 of bf16 in pairs."""
+    FEW: tl.constexpr = min(GROUPS, 8)
+    after_previous(PDL)
+    groups = tl.cdiv(K, BLOCK)
+    tiles = tl.cdiv(groups, GROUPS)
+    e = tl.program_id(1).to(tl.int64)
+    offs_m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_g = (tl.program_id(0) % tiles) * GROUPS + tl.arange(0, GROUPS)
+    mask_m = offs_m < M
+    rows = e * M + offs_m
+    word_rows = words_ptr + e * (stride_xe // 2) + offs_m * (stride_xm // 2)
+    words = load_pairs(word_rows, offs_g, mask_m, K, BLOCK)
+    largest = largest_of_pairs(words)
+    byte = scale_byte(largest.to(tl.float32, bitcast=True), ADDEND, EMAX)
+    rare = (largest >= 0x7F800000) | ((largest > 0) & (byte == 0))
+    if tl.max(tl.where(rare, 1, 0), axis=None) > 0:
+        for piece in range(0, BLOCK_M * GROUPS, FEW):  # little at a time, so that it costs no registers
+            row = tl.program_id(0) // tiles * BLOCK_M + piece // GROUPS + tl.arange(0, 1).to(tl.int64)
+            some = tl.program_id(0) % tiles * GROUPS + piece % GROUPS + tl.arange(0, FEW)
+            cols = (some[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])[None, :, :]
+            mask = (row < M)[:, None, None] & (cols < K)
+            x_ptrs = x_ptr + e * stride_xe + row[:, None, None] * stride_xm + cols
+            x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+            codes, bytes = mx_blocks(x, mask, ADDEND, EMAX, CLAMP, BITS, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+            store_mx(
+                codes_ptr, scale_ptr, codes, bytes, e * M + row, some, row < M, K, width, BLOCK, BITS, PACKED, WORDS
+            )  # fmt: skip
+    else:
+        pairs = fp4_times_power(words, tl.maximum(byte, 1), largest > 0)
+        store_pairs(codes_ptr + rows * width, pairs, offs_g, mask_m, width)
+        scale_ptrs = scale_ptr + rows[:, None] * groups + offs_g[None, :]
+        tl.store(scale_ptrs, byte.to(tl.uint8), mask=mask_m[:, None] & (offs_g < groups)[None, :])
+
+
 def configs(x: Tensor, **_: Any):
     rows = 8 if x.shape[-2] > 4 else 1
-    yield Config(BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)  # 32 elements a thread
+    yield Config(kernel="pairs", BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)
+    yield Config(kernel="mx", BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)  # 32 elements a thread
     for (rows, groups), warps in itertools.product(
         ((1, 32), (1, 64), (1, 128), (2, 32), (2, 64), (4, 8), (4, 16), (4, 32), (8, 8), (16, 4), (32, 2)), (2, 4, 8)
     ):
-        yield Config(BLOCK_M=rows, GROUPS=groups, num_warps=warps)
+        for kernel in ("pairs", "mx"):
+            yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=groups, num_warps=warps)
+
+
+def legal(config: Config, x: Tensor, format: str, packed: bool, **_: Any) -> bool:
+    return config["kernel"] == "mx" or (format == "mxfp4" and packed and has_pairs(x))
 
 
 def key(x: Tensor, format: str, rule: str | None, packed: bool, **_: Any) -> dict[str, int | str]:
@@ -108,8 +161,8 @@ def inputs(
         packed=(False, True), x_dtype=FLOAT_INPUTS, kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"),
     ),
-    kernels=dict(mx=Kernel(_mx_kernel)),
-    configs=configs, key=key, cost=cost, cases={
+    kernels=dict(mx=Kernel(_mx_kernel), pairs=Kernel(_pairs_kernel, targets=PAIRS, interpretable=False)),
+    configs=configs, legal=legal, key=key, cost=cost, cases={
         f"{name}/{format}": case
         for format in ("mxfp4", "mxfp8_e4m3", "mxfp6_e2m3")
         for name, case in activation_cases(format=format).items()
@@ -144,11 +197,14 @@ def quantize_mx(
         return codes, scale
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(scale.shape[-1], config["GROUPS"])
-    _mx_kernel[(tiles, E)](
-        x, codes.view(torch.uint8) if codes.dtype in FP8 else codes, scale,
+    config = dict(config)
+    kernel = {"mx": _mx_kernel, "pairs": _pairs_kernel}[config.pop("kernel")]
+    words = (as_words(x),) if kernel is _pairs_kernel else ()
+    kernel[(tiles, E)](
+        x, *words, codes.view(torch.uint8) if codes.dtype in FP8 else codes, scale,
         M, K, codes.shape[-1], stride_xe, x.stride(-2), x.stride(-1),
         BLOCK=MX_BLOCK, CLAMP=rule in ("floor", "even"), PACKED=packs(format, packed), WORDS=K % 16 == 0,
-        **scale_constants(mx, rule), **element_constants(mx.element, of(x.device)),
+        **scale_constants(mx, rule), **element_constants(mx.element, of(x.device)), **early_start(of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

@@ -42,7 +42,9 @@ from fpk.kernels._nvfp4 import (
     store_global,
     store_nvfp4,
 )
-from fpk.kernels._tile import amax_key, fp8_constants
+from fpk.kernels._pairs import TARGETS as PAIRS
+from fpk.kernels._pairs import as_words, fp4_times, has_pairs, largest_of_pairs, load_pairs, nvfp4_scales, store_pairs
+from fpk.kernels._tile import after_previous, amax_key, early_start, fp8_constants
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
 from fpk.shapes import activation_cases
@@ -66,9 +68,11 @@ def check(x: Tensor, global_scale: Tensor | None, per_token: bool, packed: bool,
 
 @triton.jit(do_not_specialize=["M"])
 def _row_amax_kernel(
-    x_ptr, key_ptr, M, K, stride_xe, stride_xm, stride_xk, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr, key_ptr, M, K, stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The key of each row's amax."""
+    after_previous(PDL)
     e = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
@@ -86,12 +90,13 @@ def _row_amax_kernel(
 def _nvfp4_kernel(
     x_ptr, key_ptr, given_ptr, codes_ptr, scale_ptr, global_ptr,
     M, K, width, parts,
-    stride_xe, stride_xm, stride_xk, stride_ge, stride_gm,
+    stride_xe, stride_xm, stride_xk, stride_ge, stride_gm, PDL: tl.constexpr,
     BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, HUGE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS blocks; the programs of the first columns also store the global scale."""
+    after_previous(PDL)
     groups = tl.cdiv(K, BLOCK)
     tiles = tl.cdiv(groups, GROUPS)
     e = tl.program_id(1).to(tl.int64)
@@ -113,16 +118,71 @@ def _nvfp4_kernel(
     store_nvfp4(codes_ptr, scale_ptr, codes, stored, rows, offs_g, mask_m, K, width, BLOCK, PACKED)
 
 
+@triton.jit(do_not_specialize=["M", "parts"])
+def _pairs_kernel(
+    x_ptr, words_ptr, key_ptr, given_ptr, codes_ptr, scale_ptr, global_ptr,
+    M, K, width, parts,
+    stride_xe, stride_xm, stride_xk, stride_ge, stride_gm, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, HUGE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Packed codes of bf16 in pairs."""
+    FEW: tl.constexpr = min(GROUPS, 8)
+    after_previous(PDL)
+    groups = tl.cdiv(K, BLOCK)
+    tiles = tl.cdiv(groups, GROUPS)
+    e = tl.program_id(1).to(tl.int64)
+    tile_m, tile_g = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    offs_m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_g = tile_g * GROUPS + tl.arange(0, GROUPS)
+    mask_m = offs_m < M
+    rows = e * M + offs_m
+    word_rows = words_ptr + e * (stride_xe // 2) + offs_m * (stride_xm // 2)
+    words = load_pairs(word_rows, offs_g, mask_m, K, BLOCK)
+    given, g = global_of(
+        given_ptr, key_ptr, e, M, offs_m, mask_m, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
+    )  # fmt: skip
+    store_global(global_ptr, given, e, M, offs_m, mask_m, tile_g == 0, PER_TOKEN)
+    largest = largest_of_pairs(words)
+    strange = (mask_m & ((g < 2.0**-40) | (g > 2.0**40) | (g != g)))[:, None]
+    if tl.max(tl.where((largest >= 0x7F800000) | strange, 1, 0), axis=None) > 0:
+        for piece in range(0, BLOCK_M * GROUPS, FEW):  # little at a time, so that it costs no registers
+            row = tile_m * BLOCK_M + piece // GROUPS + tl.arange(0, 1).to(tl.int64)
+            some = tile_g * GROUPS + piece % GROUPS + tl.arange(0, FEW)
+            cols = (some[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])[None, :, :]
+            mask = (row < M)[:, None, None] & (cols < K)
+            x_ptrs = x_ptr + e * stride_xe + row[:, None, None] * stride_xm + cols
+            x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+            _, its_g = global_of(
+                given_ptr, key_ptr, e, M, row, row < M, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
+            )  # fmt: skip
+            codes, stored = nvfp4_blocks(x, mask, its_g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE, HARDWARE)
+            store_nvfp4(codes_ptr, scale_ptr, codes, stored, e * M + row, some, row < M, K, width, BLOCK, PACKED)
+    else:
+        amax = largest.to(tl.float32, bitcast=True)
+        stored, scale, factor = nvfp4_scales(amax, tl.broadcast_to(g[:, None], amax.shape))
+        store_pairs(codes_ptr + rows * width, fp4_times(words, factor, scale > 0), offs_g, mask_m, width)
+        scale_ptrs = scale_ptr + rows[:, None] * groups + offs_g[None, :]
+        tl.store(scale_ptrs, stored, mask=mask_m[:, None] & (offs_g < groups)[None, :])
+
+
 def configs(x: Tensor, **_: Any):
     rows = 8 if x.shape[-2] > 4 else 1
-    yield Config(BLOCK_M=rows, GROUPS=128 // rows, PROGRAMS=1024, BLOCK_K=2048, num_warps=2)
+    for kernel in ("pairs", "nvfp4"):
+        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=128 // rows, PROGRAMS=528, BLOCK_K=2048, num_warps=2)
     for (rows, groups), warps in itertools.product(
         ((1, 64), (1, 128), (1, 256), (2, 64), (4, 16), (4, 32), (4, 64), (8, 16), (16, 8)), (2, 4, 8)
     ):
-        yield Config(BLOCK_M=rows, GROUPS=groups, PROGRAMS=1024, BLOCK_K=2048, num_warps=warps)
+        for kernel in ("pairs", "nvfp4"):
+            yield Config(
+                kernel=kernel, BLOCK_M=rows, GROUPS=groups, PROGRAMS=528, BLOCK_K=2048, num_warps=warps
+            )  # fmt: skip
 
 
-def legal(config: Config, x: Tensor, **_: Any) -> bool:
+def legal(config: Config, x: Tensor, packed: bool, four_over_six: bool, **_: Any) -> bool:
+    if config["kernel"] == "pairs" and (not packed or four_over_six or not has_pairs(x)):
+        return False
     # at most 64 elements a thread, or registers spill
     return config["BLOCK_M"] * config["GROUPS"] * NVFP4_BLOCK <= 2048 * config["num_warps"]
 
@@ -162,7 +222,7 @@ def inputs(
         four_over_six=(False, True), packed=(False, True), x_dtype=FLOAT_INPUTS, kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"),
     ),
-    kernels=dict(nvfp4=Kernel(_nvfp4_kernel)),
+    kernels=dict(nvfp4=Kernel(_nvfp4_kernel), pairs=Kernel(_pairs_kernel, targets=PAIRS, interpretable=False)),
     configs=configs, legal=legal, launcher_fields=("PROGRAMS", "BLOCK_K"), key=key, cost=cost,
     cases=activation_cases() | {f"{name}/static": case for name, case in activation_cases(given=True).items()},
 )  # fmt: skip
@@ -197,21 +257,25 @@ def quantize_nvfp4(
     if global_scale is None and per_token:
         keys = torch.empty((E, M), dtype=torch.uint32, device=x.device)
         _row_amax_kernel[(M, E)](
-            x, keys, M, K, stride_xe, x.stride(-2), x.stride(-1), BLOCK_M=1, BLOCK_K=config["BLOCK_K"], num_warps=4
+            x, keys, M, K, stride_xe, x.stride(-2), x.stride(-1), BLOCK_M=1, BLOCK_K=config["BLOCK_K"], num_warps=4,
+            **early_start(of(x.device)),
         )  # fmt: skip
     elif global_scale is None:
         keys = partial_amax(
-            x, None, Config(BLOCK_M=1, BLOCK_K=8192, PROGRAMS=config["PROGRAMS"], num_warps=4, num_stages=3)
+            x, None, Config(BLOCK_M=1, BLOCK_K=8192, PROGRAMS=config["PROGRAMS"], num_warps=8, num_stages=1)
         )
     constants = fp8_constants(E4M3FN, of(x.device))
     del constants["MAX"]
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(scale.shape[-1], config["GROUPS"])
-    _nvfp4_kernel[(tiles, E)](
-        x, keys, global_scale, codes, scale.view(torch.uint8), stored,
+    kernel = {"nvfp4": _nvfp4_kernel, "pairs": _pairs_kernel}[config["kernel"]]
+    words = (as_words(x),) if kernel is _pairs_kernel else ()
+    kernel[(tiles, E)](
+        x, *words, keys, global_scale, codes, scale.view(torch.uint8), stored,
         M, K, codes.shape[-1], keys.shape[1] if keys is not None and not per_token else 1,
         stride_xe, x.stride(-2), x.stride(-1), *global_strides(global_scale, per_token),
         BLOCK=NVFP4_BLOCK, PER_TOKEN=per_token, FOUR_OVER_SIX=four_over_six, PACKED=packed,
         BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), HUGE=LARGEST, **constants,
         BLOCK_M=config["BLOCK_M"], GROUPS=config["GROUPS"], num_warps=config["num_warps"], enable_fp_fusion=False,
+        **early_start(of(x.device)),
     )  # fmt: skip
     return codes, scale, stored
