@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fpk.methods._families import LayerSpec, SkipList, block_spec, names, unsupported
+from fpk.methods.engine import EngineConfig
 
 FORMATS = {"float-quantized": "float", "int-quantized": "int", "naive-quantized": ""}
 """Formats whose weights are one code an element, and the type of the codes; the others pack."""
@@ -21,7 +22,7 @@ PACKED = {
 
 
 @dataclass
-class CompressedTensorsConfig:
+class CompressedTensorsConfig(EngineConfig):
     """What a compressed-tensors config says of linear layers.
 
     Attributes:

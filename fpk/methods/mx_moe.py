@@ -190,11 +190,17 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
     Gate and up keep their own second scales.
     """
 
-    input_name = "input_scale_2"
-    divisors = False
-
     def __init__(self, moe: Any, act: str = "nvfp4") -> None:
         super().__init__(moe, "nvfp4", act)
+        self.use_names("quark")
+
+    def use_names(self, family: str) -> None:
+        """Take the names of a family: Quark's, ModelOpt's (`input_scale`) or those of compressed-tensors, whose second
+        scales divide."""
+        self.over_name = "weight_global_scale" if family == "compressed-tensors" else "weight_scale_2"
+        known = {"compressed-tensors": "input_global_scale", "modelopt": "input_scale"}
+        self.input_name = known.get(family, "input_scale_2")
+        self.divides = family == "compressed-tensors"
 
     @property
     def has_inputs(self) -> bool:
@@ -208,7 +214,7 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
 
     def add_weights(self, layer: Any, sizes: Sizes, params_dtype: torch.dtype, attributes: dict[str, Any]) -> None:
         super().add_weights(layer, sizes, params_dtype, attributes)
-        names = ["weight_scale_2", *([self.input_name] if self.has_inputs else [])]
+        names = [self.over_name, *([self.input_name] if self.has_inputs else [])]
         for matrix in MATRICES:
             for name in names:
                 one = ExpertScalar(sizes, matrix)
@@ -218,16 +224,17 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
     def convert(self, layer: Any, loaded: dict[str, Tensor]) -> dict[str, Tensor | None]:
         made, name, sizes = super().convert(layer, loaded), name_of(layer), layer.experts
         for matrix in MATRICES:
-            shards = present(f"{name}.{matrix}_weight_scale_2", loaded[f"{matrix}_weight_scale_2"])
-            rows = shards.view(sizes.experts, -1, 1)
+            shards = present(f"{name}.{matrix}_{self.over_name}", loaded[f"{matrix}_{self.over_name}"])
+            rows = (1 / shards if self.divides else shards).view(sizes.experts, -1, 1)
             if matrix == "w13" and sizes.gated:
                 rows = rows.repeat(1, sizes.inter, 1) if sizes.interleaved else rows.repeat_interleave(sizes.inter, 1)
             set_derived(layer, f"{matrix}_global_scale", rows)
-            made[f"{matrix}_weight_scale_2"] = shards
+            made[f"{matrix}_{self.over_name}"] = shards
             if self.has_inputs:
                 inputs = present(f"{name}.{matrix}_{self.input_name}", loaded[f"{matrix}_{self.input_name}"])
                 made[f"{matrix}_{self.input_name}"] = inputs
-                set_derived(layer, f"{matrix}_input_global_scale", inputs.amax().view(1, 1))
+                largest = (1 / inputs if self.divides else inputs).amax().view(1, 1)
+                set_derived(layer, f"{matrix}_static_scale", largest)
         return made
 
     def get_fused_moe_quant_config(self, layer: Any) -> ExpertWeights:
@@ -235,8 +242,8 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
         if not self.has_inputs:
             return ExpertWeights(w13, w2, **self.biases(layer))
         return ExpertWeights(
-            w13, w2, self.act, **self.biases(layer), input_scale13=layer.w13_input_global_scale,
-            input_scale2=layer.w2_input_global_scale,
+            w13, w2, self.act, **self.biases(layer), input_scale13=layer.w13_static_scale,
+            input_scale2=layer.w2_static_scale,
         )  # fmt: skip
 
     def weights(self, layer: Any, matrix: str) -> Quantized:

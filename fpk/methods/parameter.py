@@ -7,6 +7,7 @@ Parameters themselves are plain `nn.Parameter`s with attributes, which torch.com
 
 import math
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Any, Protocol
 
 import torch
@@ -120,6 +121,22 @@ class Weight:
             source = loaded.narrow(0, row + cut.starts[i], cut.widths[i])
             target.narrow(0, cut.offsets[i], cut.widths[i]).copy_(source)
             row += cut.full_widths[i]
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """(N, columns) codes or scales, of which `unit` says how many a row of K has; rows by shard."""
+
+    cut: Cut
+    unit: Any
+
+    def write(self, what: str, target: Tensor, loaded: Tensor, shard_id: ShardId) -> None:
+        cut, unit = self.cut, self.unit
+        scaled = replace_fields(cut, K=unit.of(cut.K), k_start=unit.of(cut.k_start), full_K=unit.of(cut.full_K))
+        raw = (torch.uint8, torch.int8, torch.float8_e8m0fnu)
+        if target.dtype is torch.uint8 and loaded.dtype in raw:
+            loaded = loaded.view(torch.uint8)  # the same bytes by other names
+        Weight(scaled).write(what, target, loaded, shard_id)
 
 
 @dataclass(frozen=True)

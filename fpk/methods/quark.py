@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fpk.methods._families import LayerSpec, SkipList, block_spec, inside, names, unsupported, wildcard
+from fpk.methods.engine import PROJECTIONS, EngineConfig
 
 Spec = Mapping[str, Any]
 
 
 @dataclass
-class QuarkConfig:
+class QuarkConfig(EngineConfig):
     """What a Quark config says of linear layers and of the KV cache.
 
     Attributes:
@@ -98,6 +99,58 @@ class QuarkConfig:
 
     def unmatched(self) -> list[str]:
         return self.skips.unmatched()
+
+    def experts_method(self, layer: Any, prefix: str) -> Any:
+        """The method of an expert layer, by Quark's own specs.
+
+        Raises:
+            NotImplementedError: quantized outputs or biases.
+            RuntimeError: specs that no method has.
+        """
+        from fpk.methods.fp8_moe import Fp8ExpertsMethod
+        from fpk.methods.moe import UnquantizedFusedMoEMethod
+        from fpk.methods.mx_moe import QuarkNvfp4MoEMethod, QuarkOCP_MX_MoEMethod
+        from fpk.methods.quark_moe import QuarkW4A8Fp8MoEMethod, QuarkW8A8Fp8MoEMethod, QuarkW8A8Int8MoEMethod
+
+        moe = layer.moe_config
+        if self.skips.match(prefix) or self.skips.match(f"{prefix}.0.w1") or self.skips.match(f"{prefix}.0.gate_proj"):
+            return UnquantizedFusedMoEMethod(moe)
+        config = self._experts_config(prefix)
+        for key in ("output_tensors", "bias"):
+            if config.get(key) is not None:
+                raise NotImplementedError(f"{prefix}: fpk has no experts with quantized {key}")
+        weight, inputs = _parts(prefix, config, "weight"), _parts(prefix, config, "input_tensors")
+        if not weight:
+            return UnquantizedFusedMoEMethod(moe)
+        dtypes, act = [w.get("dtype") for w in weight], inputs[0] if len(inputs) == 1 else None
+        if dtypes == ["fp8_e4m3", "int4"] and act and act.get("dtype") == "fp8_e4m3":
+            return QuarkW4A8Fp8MoEMethod(weight, act, moe, self.pack_method)
+        if is_nvfp4(weight) and (not inputs or is_nvfp4(inputs)):
+            return QuarkNvfp4MoEMethod(weight, inputs, moe, self)
+        if len(weight) == 1 and len(inputs) < 2:
+            only = weight[0]
+            if _microscaled(only):
+                return QuarkOCP_MX_MoEMethod(only, act, moe)
+            if act and dtypes == ["fp8_e4m3"] and act.get("dtype") == "fp8_e4m3":
+                if only.get("qscheme") == "per_block":
+                    block_spec(f"{prefix}.weight.block_size", only.get("block_size"))
+                    return Fp8ExpertsMethod(moe, False, only["block_size"])
+                return QuarkW8A8Fp8MoEMethod(only, act, moe)
+            if act and dtypes == ["int8"] and act.get("dtype") == "int8":
+                return QuarkW8A8Int8MoEMethod(only, act, moe)
+        raise RuntimeError(f"{prefix}: no method for experts with weights of {_told(weight)}, input of {_told(inputs)}")
+
+    def _experts_config(self, prefix: str) -> Spec:
+        """The specs of an expert layer: of its name, else of its projections, which must agree."""
+        if prefix in self.layer_configs:
+            return self.layer_configs[prefix]
+        for three in PROJECTIONS:
+            found = [self.layer_config(f"{prefix}.0.{name}") for name in three]
+            if any(f != found[0] for f in found[1:]):
+                raise ValueError(f"{prefix}: expected one quantization for {', '.join(three)}, got different ones")
+            if found[0] is not self.global_config:
+                return found[0]
+        return self.global_config
 
 
 def spec_of(what: str, config: Spec) -> LayerSpec | None:

@@ -206,7 +206,7 @@ def test_nvfp4_keeps_the_second_scales_of_gate_and_up():
     w13, w2 = layer.quant_method.dequantize(layer)
     assert torch.equal(w13, torch.cat([made["w1"][2], made["w3"][2]], 1)) and torch.equal(w2, made["w2"][2])
     torch.testing.assert_close(layer.w13_input_scale_2[1], torch.tensor([0.002, 0.003], device=w2.device))
-    torch.testing.assert_close(layer.w13_input_global_scale, torch.tensor([[0.005]], device=w2.device))
+    torch.testing.assert_close(layer.w13_static_scale, torch.tensor([[0.005]], device=w2.device))
     x, (weights, ids) = random_x(5, H), routed(5)
 
     def fake(scale):
