@@ -11,11 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fpk.kernels.gemm._gluon import after_previous, barrier, locate, put_pointers, tma_load
+from fpk.kernels.gemm._gluon import after_previous, barrier, locate, put, put_pointers, tma_load
 
 
 @gluon.jit
@@ -109,9 +110,10 @@ def _multiply(
 
 @gluon.jit
 def _consume(
-    out_ptr, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
-    stride_om, stride_sn, stride_sk,
+    out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps,
+    M, N, stride_om, stride_sn, stride_sk,
     WHICH: gl.constexpr, ROWS_S: gl.constexpr, COLS: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr,
+    OUT: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     SPLIT_K: gl.constexpr,
 ):  # fmt: skip
@@ -148,21 +150,32 @@ def _consume(
         else:
             if bias_ptr is not None:
                 acc += gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)[:, None]
-            put_pointers(out_ptr, acc, offs_n, offs_m, N, M, 1, stride_om)
+            if out_desc is None:
+                put_pointers(out_ptr, acc, offs_n, offs_m, N, M, 1, stride_om)
+            else:
+                few, more = acc.to(OUT).reshape((ROWS, 2, BLOCK_M // 2)).permute((0, 2, 1)).split()
+                row, column = tile_m * BLOCK_M, (2 * tile_n + WHICH) * ROWS
+                put(out_desc, out_bufs.index(WHICH), few.permute((1, 0)), row, column)
+                put(out_desc, out_bufs.index(WHICH), more.permute((1, 0)), row + BLOCK_M // 2, column)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "stride_sn", "stride_sk"])
 def weight_warps_kernel(
-    w_desc, a_desc, out_ptr, scale_ptr, bias_ptr, M, N, K, stride_om, stride_sn, stride_sk,
-    PDL: gl.constexpr, CODES: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr,
-    COLS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+    w_desc, a_desc, out_desc, out_ptr, scale_ptr, bias_ptr, M, N, K, stride_om, stride_sn, stride_sk,
+    PDL: gl.constexpr, CODES: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr, OUT: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """Persistent; weights on the 64-row side; SPLIT_K > 1: scaled sums to out_ptr, for an ordered reduction."""
     after_previous(PDL)
     HALF: gl.constexpr = BLOCK_N // 2
     w_bufs = gl.allocate_shared_memory(CODES, [STAGES * 2, HALF, BLOCK_K], w_desc.layout)
     a_bufs = gl.allocate_shared_memory(DTYPE, [STAGES * (BLOCK_K // 64), BLOCK_M, 64], a_desc.layout)
+    if out_desc is None:
+        out_bufs = a_bufs  # unused
+    else:
+        out_bufs = gl.allocate_shared_memory(OUT, [2, BLOCK_M // 2, HALF], out_desc.layout)
     landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -175,14 +188,14 @@ def weight_warps_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                out_ptr, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
-                stride_om, stride_sn, stride_sk,
-                0, ROWS, COLS, FP8, DTYPE, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+                out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n,
+                tiles_m, steps, M, N, stride_om, stride_sn, stride_sk,
+                0, ROWS, COLS, FP8, DTYPE, OUT, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
             (_consume, (
-                out_ptr, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n, tiles_m, steps, M, N,
-                stride_om, stride_sn, stride_sk,
-                1, ROWS, COLS, FP8, DTYPE, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+                out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n,
+                tiles_m, steps, M, N, stride_om, stride_sn, stride_sk,
+                1, ROWS, COLS, FP8, DTYPE, OUT, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
             (_rename, (
                 a_bufs, landed, full, tiles_n, tiles_m, steps, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,

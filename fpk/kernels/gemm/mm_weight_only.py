@@ -186,14 +186,24 @@ def configs(a: Tensor, cols: int, **_: Any):
     yield from tile_space(M, (32, 64, 128))
 
 
-def legal(config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, cols: int, **_: Any) -> bool:
+def stores_tiles(split: int, block_m: int, out: Tensor) -> bool:
+    """Does the `warps` kernel write through shared memory? Few tokens it writes as they come."""
+    return split == 1 and block_m >= 64 and fits_descriptors(out)
+
+
+def legal(
+    config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, cols: int, out_dtype: torch.dtype | None,
+    **_: Any,
+) -> bool:  # fmt: skip
     # a step must lie inside one group of columns
     if config["kernel"] != "segment" and 0 < cols < a.shape[1] and cols % config["BLOCK_K"] != 0:
         return False
     if config["kernel"] == "warps":
         m, n = config["BLOCK_M"], config["BLOCK_N"]
         sums = 2 if 0 < cols < a.shape[1] else 1
-        ring = config["STAGES"] * ((2 * m + n) * config["BLOCK_K"] + 16)
+        ring = config["STAGES"] * ((2 * m + n) * config["BLOCK_K"] + 24)
+        if config["SPLIT_K"] == 1 and m >= 64:
+            ring += m // 2 * n * (out_dtype or a.dtype).itemsize  # tiles on their way out
         usual = b.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8) and scale_b.dtype is torch.float32
         return (
             _gluon.AVAILABLE and usual and m * n * sums <= 256 * 128 and m <= 128 and fits_descriptors(a, b)
@@ -290,12 +300,14 @@ def mm_weight_only(
     parts = parts_buffer(out, split, torch.float32)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     if kernel == "warps":
+        block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
         weight_warps_kernel[(min(of(a.device).sm_count, tiles * split),)](
-            _gluon.descriptor(b, config["BLOCK_N"] // 2, config["BLOCK_K"]),
-            _gluon.descriptor(a, config["BLOCK_M"], 64), parts, scale_b, bias,
-            M, N, K, out.stride(0), *scale_b.stride(),
-            CODES=_gluon.TYPES[b.dtype], FP8=fmt is not None, DTYPE=_gluon.TYPES[a.dtype], ROWS=rows,
-            COLS=cols if cols < K else -1, SPLIT_K=split, **config, **dependent(of(a.device), M),
+            _gluon.descriptor(b, block_n // 2, config["BLOCK_K"]), _gluon.descriptor(a, block_m, 64),
+            _gluon.descriptor(out, block_m // 2, block_n // 2) if stores_tiles(split, block_m, out) else None, parts,
+            scale_b, bias, M, N, K, out.stride(0), *scale_b.stride(),
+            CODES=_gluon.TYPES[b.dtype], FP8=fmt is not None, DTYPE=_gluon.TYPES[a.dtype],
+            OUT=_gluon.TYPES[out.dtype], ROWS=rows, COLS=cols if cols < K else -1, SPLIT_K=split, **config,
+            **dependent(of(a.device), M),
         )  # fmt: skip
         if split > 1:
             reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])

@@ -36,6 +36,7 @@ from fpk.device import Device, of
 from fpk.formats import FP8
 from fpk.kernels._tile import tile_of
 from fpk.kernels.gemm import _gluon
+from fpk.kernels.gemm._baselines import torch_scaled_mm
 from fpk.kernels.gemm._gluon_mm import warps_kernel
 from fpk.kernels.gemm._mm import (
     OUT_TYPES,
@@ -176,17 +177,6 @@ def _persistent_kernel(
             stride_sa, stride_sb, stride_za,
         )  # fmt: skip
         out_desc.store([m * BLOCK_M, n * BLOCK_N], out.to(OUT))
-
-
-def torch_scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False, **_: Any,
-) -> Tensor:  # fmt: skip
-    """torch's own product (cuBLASLt on NVIDIA): FP8 with tensor x tensor or token x channel scales."""
-    whole = scale_a.numel() == scale_b.numel() == 1
-    sizes = (a.shape[0], 1), (b.shape[0], 1)
-    factors = (scale_a.view(()), scale_b.view(())) if whole else (scale_a.expand(sizes[0]), scale_b.expand(sizes[1]).T)
-    return torch._scaled_mm(a, b.T, *factors, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum)
 
 
 def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):

@@ -39,6 +39,7 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, decode
 from fpk.kernels._tile import tile_of
+from fpk.kernels.gemm._baselines import torch_scaled_mm_group
 from fpk.kernels.gemm._gluon import consumer_tile
 from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
 from fpk.kernels.gemm._mm import (
@@ -215,16 +216,6 @@ def _persistent_kernel(
         store_tile(out_ptr, acc, offs_m, offs_n, M, N, stride_om)
 
 
-def torch_scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype = torch.bfloat16, **other: Any
-) -> Tensor:
-    """torch's own product (cuBLASLt on sm90): 1 x 128 by 128 x 128, scale_a column-major, no bias, no offsets."""
-    only = dict(group=128, block_rows=128, block_cols=128, bias=None, offset_n=0, offset_k=0)
-    if any(other.get(n, v) != v for n, v in only.items()):
-        raise NotImplementedError(f"torch._scaled_mm with block scales: expected {only}, got {other}")
-    return torch._scaled_mm(a, b.T, scale_a, scale_b.T, out_dtype=out_dtype)
-
-
 def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **_: Any):
     M, step = bucket(a.shape[0]), scale_step(a.shape[1], group, block_cols, block_cols - offset_k)
     wide = min(128, step & -step)  # its largest power of two
@@ -337,7 +328,7 @@ def inputs(
         warps=Kernel(group_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
-    cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
+    cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm_group),
 )  # fmt: skip
 def scaled_mm_group(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int = 128, block_rows: int = 128,
