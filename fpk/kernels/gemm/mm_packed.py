@@ -9,7 +9,8 @@ to a type of the matrix unit that holds them exactly (COMPUTE of a config, `_ope
 where that is exact, and the sums of their groups in fp32 elsewhere.
 
 Kernels: `tile`, one output tile a program (SWAP puts the weights on the matrix instruction's 64-row side, for few
-tokens); `split`, the same with K divided over programs and an ordered reduction.
+tokens); `split`, the same with K divided over programs and an ordered reduction; `warps`, Gluon for sm90 and two MXFP8
+operands: warps that load, warps that multiply and scale.
 
 Source: OCP Microscaling Formats 1.0; NVFP4 and W4A16 inference (vLLM serves them through Marlin and triton_kernels).
 """
@@ -25,7 +26,10 @@ from fpk.check import FLOAT_INPUTS, expect_bias, expect_not_empty, expect_one_of
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.kernels._tile import tile_of
-from fpk.kernels.gemm._mm import broadcast_strides, finish, parts_buffer, reduce_parts, store_tile
+from fpk.kernels.gemm._gluon import AVAILABLE
+from fpk.kernels.gemm._gluon_mx import launch as launch_warps
+from fpk.kernels.gemm._gluon_mx import mx_warps_kernel
+from fpk.kernels.gemm._mm import broadcast_strides, finish, fits_descriptors, parts_buffer, reduce_parts, store_tile
 from fpk.kernels.gemm._operands import (
     as_bytes,
     columns_of,
@@ -129,16 +133,27 @@ def configs(
     group_a: int, **_: Any,
 ):  # fmt: skip
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
+    M = bucket(a.shape[0])
+    if M >= 256 and of(a.device).arch == "sm90":
+        for m, n, stages, group in ((128, 128, 4, 8), (128, 128, 4, 16), (128, 128, 3, 8), (128, 64, 4, 8)):
+            yield Config(kernel="warps", COMPUTE="fp8", BLOCK_M=m, BLOCK_N=n, STAGES=stages, GROUP_M=group, num_warps=4)
     for compute in compute_types(left, right, of(a.device)):
         step = step_of(left.columns(a), promoted_groups(constants(compute, left, right, a.dtype)))
-        yield from packed_space(bucket(a.shape[0]), compute, step, of(a.device))
+        yield from packed_space(M, compute, step, of(a.device))
 
 
 def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, group_b: int,
-    scale_a: Tensor | None, format_a: str, group_a: int, **_: Any,
+    scale_a: Tensor | None, format_a: str, group_a: int, out_dtype: torch.dtype, **_: Any,
 ) -> bool:  # fmt: skip
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
+    if config["kernel"] == "warps":
+        if not AVAILABLE or not (format_a.startswith("mxfp8") and format_b.startswith("mxfp8")):
+            return False
+        m, n, size = config["BLOCK_M"], config["BLOCK_N"], out_dtype.itemsize
+        held = config["STAGES"] * (m + n) * (128 + 16) + m * n // 2 * size + 1024
+        # rows of the output leave by descriptors too
+        return fits_descriptors(a, b) and b.shape[0] * size % 16 == 0 and held <= device.shared_limit
     return fits(config, device, left, right, a.dtype, left.columns(a))
 
 
@@ -189,7 +204,10 @@ def inputs(
         zero_point=(False, True), bias=(False, True), a_dtype=(torch.bfloat16, torch.float16), out_dtype=FLOAT_INPUTS,
         kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset"),
     ),
-    kernels=dict(tile=Kernel(_packed_kernel, matrix=True), split=Kernel(_packed_kernel, matrix=True)),
+    kernels=dict(
+        tile=Kernel(_packed_kernel, matrix=True), split=Kernel(_packed_kernel, matrix=True),
+        warps=Kernel(mx_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
+    ),
     configs=configs, launcher_fields=("COMPUTE",), legal=legal, key=key, cost=cost, cases=linear_cases(),
 )  # fmt: skip
 def mm_packed(
@@ -229,6 +247,10 @@ def mm_packed(
         return out
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     K, config = left.columns(a), dict(config)
+    if config["kernel"] == "warps":
+        del config["kernel"], config["COMPUTE"]
+        launch_warps(of(a.device), a, b, scale_a, scale_b, bias, out, config)  # type: ignore[arg-type]
+        return out
     split, made = config.pop("SPLIT_K", 1), constants(config.pop("COMPUTE"), left, right, a.dtype)
     over_a = global_scale_a if scale_a is None or left.group > 0 else scale_a
     over_b = global_scale_b if right.group > 0 else scale_b
