@@ -5,13 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 JOBS ?= 2
-EXTRAS := dev,study
+EXTRAS := dev,study,docs
 
 # $(call stage,name,command): run the command, then print how long it took
 stage = @start=$$(date +%s); $(2) || { echo "stage $(1): failed"; exit 1; }; \
 	echo "$(1) $$start $$(date +%s)" | awk '{ printf "stage %s: %.1f min\n", $$1, ($$3 - $$2) / 60 }'
 
-.PHONY: demo test lint cross bench notebooks install
+.PHONY: demo test lint cross bench notebooks docs install
 
 demo: install
 	$(call stage,demo,$(BIN)/fpk study --out out/demo)
@@ -31,6 +31,10 @@ cross: install
 # timings: needs an idle GPU
 bench: install
 	$(call stage,bench,$(BIN)/pytest -o addopts= -p no:cacheprovider -m bench --benchmark-only tests)
+
+# the site in out/site; a warning is an error
+docs: install
+	$(call stage,docs,$(BIN)/mkdocs build --strict)
 
 # every notebook from top to bottom: pages with its figures in out/notebooks
 notebooks: install
