@@ -22,6 +22,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -158,22 +159,23 @@ class Installing:
     setattr = staticmethod(setattr)
 
 
-def judge(mutation: Mutation, ops: list[Op], families: bool, answer: Path) -> None:
-    """In the forked child: leave the verdict in `answer`, then end without cleaning up."""
+def judge(mutation: Mutation | None, ops: list[Op], families: bool, answer: Path) -> None:
+    """In the forked child: leave the verdict in `answer`, then end without cleaning up. None: kernels as they are."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         for stream in (1, 2):
             os.dup2(nowhere.fileno(), stream)
         guarded.install(Installing)
-        put(mutation, Path(folder))
+        if mutation is not None:
+            put(mutation, Path(folder))
         answer.write_text(json.dumps(attack(ops, families)))
     os._exit(0)
 
 
 def verdicts(
-    plan: Iterable[tuple[Mutation, list[Op]]], jobs: int = 1, families: bool = True
-) -> Iterator[tuple[Mutation, str, str]]:
-    """(mutation, verdict, by) of each, as they come."""
-    running: dict[int, tuple[Mutation, Path]] = {}
+    plan: Iterable[tuple[Mutation | None, list[Op]]], jobs: int = 1, families: bool = True
+) -> Iterator[tuple[Any, str, str]]:
+    """(mutation, verdict, by) of each, as they come; of kernels as they are (None), the first of the ops."""
+    running: dict[int, tuple[Any, Path]] = {}
     waiting = iter(plan)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1 << 30):
@@ -186,7 +188,7 @@ def verdicts(
                         judge(*following, families, answer)
                     finally:
                         os._exit(1)
-                running[child] = (following[0], answer)
+                running[child] = (following[0] or following[1][0], answer)
                 continue
             if not running:
                 return
@@ -199,6 +201,12 @@ def verdicts(
                 yield mutation, "killed", "does not end" if died == "SIGXCPU" else f"crash {died}"
             else:
                 yield mutation, "invalid", f"exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def unsound(jobs: int) -> dict[str, str]:
+    """Ops whose kernels fail the laws as they are, and why: they would kill every mutant."""
+    judged = verdicts(((None, [op]) for op in OPS.values()), jobs, False)
+    return {op.name: by for op, verdict, by in judged if verdict != "survived"}
 
 
 # ---- choice and table ----------------------------------------------------------------------------------------------
@@ -247,9 +255,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/mutants.csv"))
     parser.add_argument("--only", default="", help="modules that contain this text")
     parser.add_argument("--survivors", action="store_true", help="judge the table's survivors again, nothing else")
+    parser.add_argument("--resume", action="store_true", help="keep the table's verdicts, judge what is not in it")
     parser.add_argument("--no-families", action="store_true", help="without the laws of families, which are slow")
     args = parser.parse_args()
     known, using = read_table(args.out), users()
+    left_out = unsound(args.jobs)
+    print(f"without {left_out}" if left_out else f"{len(OPS)} ops pass their laws unchanged", flush=True)
+    using = {key: [op for op in ops if op.name not in left_out] for key, ops in using.items()}
     if args.survivors:
         chosen = [
             m for found in all_mutations().values() for m in found if known.get(m.id, {}).get("verdict") == "survived"
@@ -257,13 +269,16 @@ def main() -> None:
     else:
         chosen = drawn(args.per_file, args.per_helper, args.seed)
     chosen = [m for m in chosen if args.only in m.module]
-    rows = dict(known) if args.survivors or args.only else {}
+    rows = dict(known) if args.survivors or args.only or args.resume else {}
+    if args.resume:
+        chosen = [m for m in chosen if m.id not in known]
     start = time.monotonic()
     plan = [(m, using[m.module, m.function]) for m in chosen if using[m.module, m.function]]
     for count, (mutation, verdict, by) in enumerate(verdicts(plan, args.jobs, not args.no_families), 1):
         reason = known.get(mutation.id, {}).get("reason", "") if verdict == "survived" else ""
         rows[mutation.id] = dict(zip(COLUMNS, (*mutation.id, verdict, by, reason), strict=True))
-        print(f"{count}/{len(plan)} {time.monotonic() - start:.0f}s {verdict}: {mutation} {by}", flush=True)
+        what = f"{mutation.module}.{mutation.function} {mutation.rule}: {mutation.old} -> {mutation.new}"
+        print(f"{count}/{len(plan)} {time.monotonic() - start:.0f}s {verdict} {by}: {what}"[:400], flush=True)
         write_table(args.out, rows.values())
     counts = {v: sum(r["verdict"] == v for r in rows.values()) for v in ("killed", "survived", "invalid")}
     valid = counts["killed"] + counts["survived"]
