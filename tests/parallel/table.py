@@ -7,8 +7,13 @@ import csv
 import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import conftest  # noqa: F401  the interpreter where there is no GPU
 
 import world
 
@@ -108,6 +113,18 @@ def verdict(answers: list[Any]) -> tuple[bool, float]:
     return all(a["equal"] for a in given), max(math.nan if a["error"] != a["error"] else a["error"] for a in given)
 
 
+def engine_columns() -> dict[str, Callable[[str], bool]]:
+    """What an engine asks of every method on one device; graphs need a GPU."""
+    import engine
+    import torch
+
+    columns: dict[str, Callable[[str], bool]] = {"batch-invariant": engine.is_batch_invariant}
+    if torch.cuda.is_available():
+        torch.set_default_device("cuda")
+        columns["CUDA graph, changed routing"] = engine.replays_with_changed_routing
+    return columns
+
+
 def main(path: str) -> int:
     """Write the table; 1 if a cell is not what it should be."""
     answers, wrong = results(), 0
@@ -124,9 +141,14 @@ def main(path: str) -> int:
                 wrong += 1
                 print(f"{method} {scheme} {column} {what}: {error} > {bound}")
             writer.writerow([method, scheme, column, what, int(equal), f"{error:.1e}", bound])
+        for column, check in engine_columns().items():
+            for method, (scheme, _) in {**LINEAR, **EXPERTS}.items():
+                equal = check(method)
+                wrong += not equal
+                writer.writerow([method, scheme, column, "layer", int(equal), "0.0e+00" if equal else "inf", 0.0])
     for name in FAULTS:
         print(name, [str(answer)[:200] for answer in answers[name]])
-    print(f"{len(cells())} cells, {wrong} wrong")
+    print(f"{wrong} cells are wrong")
     return int(wrong > 0)
 
 
