@@ -10,10 +10,20 @@ import torch
 from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
-from fpk._pairs import no_product, packed_arguments, reads_packed
+from fpk._moe_checks import (
+    Static,
+    Weight,
+    activation_scheme,
+    codes_of,
+    expect_weights,
+    expect_zero_points,
+    result_dtype,
+    scheme_of_weight,
+)
+from fpk._pairs import packed_arguments, reads_packed
 from fpk.api import Quantized, quantize
-from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, fp8_dtype
-from fpk.formats import FP8, INT8, Scheme, scheme_of
+from fpk.check import expect_dtype, expect_rank, expect_shape, fp8_dtype
+from fpk.formats import FP8, INT8, Scheme
 from fpk.op import OPS
 
 __all__ = ["moe", "moe_experts"]
@@ -24,8 +34,6 @@ _FUSED = {
     "quantize_fp8_group": "act_and_mul_quantize_fp8_group",
     "quantize_int8_token": "act_and_mul_quantize_int8_token",
 }
-
-Weight = Tensor | Quantized
 
 
 def moe(
@@ -46,6 +54,9 @@ def moe(
     num_expert_group: int = 1,
     topk_group: int = 1,
     routed_scaling_factor: float = 1.0,
+    num_zero_experts: int = 0,
+    expert_table: Tensor | None = None,
+    expert_copies: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """A whole layer, from tokens and router logits to tokens.
@@ -56,6 +67,9 @@ def moe(
         w13, w2, activation, act, bias13, bias2, expert_map, options: as in `moe_experts`.
         top_k, routing, renormalize, correction_bias, num_expert_group, topk_group, routed_scaling_factor: as in the op
             `route`, whose `scoring` is `routing` here.
+        num_zero_experts: the last experts of the router, which pass their tokens on as they are.
+        expert_table, expert_copies: (logical experts, most copies) and (logical experts,) int32 or int64, where experts
+            have copies (the op `map_experts`); w13, w2 and expert_map count physical experts then.
 
     Returns:
         (T, H) of x's dtype.
@@ -66,12 +80,20 @@ def moe(
     """
     expect_rank("moe.x", x, 2)
     expect_rank("moe.router_logits", router_logits, 2)
-    experts = _codes(w13).shape[0] if expert_map is None else expert_map.shape[0]
-    expect_shape("moe.router_logits", router_logits, (x.shape[0], experts))
+    experts = codes_of(w13).shape[0] if expert_map is None else expert_map.shape[0]
+    if expert_table is not None:
+        experts = expert_table.shape[0]
+    expect_shape("moe.router_logits", router_logits, (x.shape[0], experts + num_zero_experts))
     weights, ids = OPS["route"](
         router_logits, top_k, scoring=routing, renormalize=renormalize, correction_bias=correction_bias,
         num_expert_group=num_expert_group, topk_group=topk_group, routed_scaling_factor=routed_scaling_factor,
     )  # fmt: skip
+    if num_zero_experts or expert_table is not None:
+        weights, ids, passed = OPS["map_experts"](weights, ids, experts, num_zero_experts, expert_table, expert_copies)
+        if num_zero_experts:
+            if isinstance(x, Quantized) or "residual" in options:
+                raise ValueError("moe.num_zero_experts: expected 0 with Quantized tokens or a residual")
+            options |= dict(residual=x, residual_weight=passed)
     return moe_experts(
         x, weights, ids, w13, w2, activation=activation, act=act, bias13=bias13, bias2=bias2, expert_map=expert_map,
         **options,
@@ -98,6 +120,12 @@ def moe_experts(
     apply_router_weight_on_input: bool = False,
     input_scale13: Tensor | None = None,
     input_scale2: Tensor | None = None,
+    zero_point13: Tensor | None = None,
+    zero_point2: Tensor | None = None,
+    colsum13: Tensor | None = None,
+    colsum2: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_weight: Tensor | None = None,
     fast_accum: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -120,6 +148,11 @@ def moe_experts(
         input_scale13, input_scale2: (1, 1) fp32 static scales of the activations, with act "fp8_tensor" or
             "int8_tensor", or their global scales with "nvfp4"; both or neither. Their values are not checked: that
             would wait for the device.
+        zero_point13, zero_point2: (1, 1) int32 or int8, beside the input scales of static "int8_tensor" activations.
+        colsum13, colsum2: (E, 2I) or (E, I), and (E, H) int32, the sums of the weights' rows, which activations with
+            zero points need; None to sum here.
+        residual: (T, H) added to the sum before it is rounded, such as the output of shared experts.
+        residual_weight: (T, 1) fp32 or None for 1; multiplies residual.
         fast_accum: let FP8 products stay in the tensor core's own accumulator over all of K.
         out_dtype: bf16 or fp16 for Quantized x, whose own dtype is not known; bf16 if None.
 
@@ -131,116 +164,77 @@ def moe_experts(
         ValueError: a shape, dtype, name or combination does not fit.
         NotImplementedError: products that this device cannot do.
     """
-    expect_rank("moe.x", _codes(x), 2)
-    dtype = _out_dtype(x, act, apply_router_weight_on_input, out_dtype)
+    expect_rank("moe.x", codes_of(x), 2)
+    dtype = result_dtype(x, act, apply_router_weight_on_input, out_dtype)
     expect_rank("moe.ids", ids, 2)
     T, top_k = ids.shape
-    expect_shape("moe.ids", ids, (_codes(x).shape[0], top_k))
+    expect_shape("moe.ids", ids, (codes_of(x).shape[0], top_k))
     expect_shape("moe.weights", weights, (T, top_k))
     expect_dtype("moe.weights", weights, torch.float32)
-    E = _expect_weights(x, dtype, w13, w2, gated)
+    E = expect_weights(x, dtype, w13, w2, gated)
     if apply_router_weight_on_input and top_k != 1:
         raise ValueError(f"moe.apply_router_weight_on_input: expected False with top_k > 1, got top_k = {top_k}")
-    scheme = _activation_scheme(act, {"w13": w13, "w2": w2}, {"13": input_scale13, "2": input_scale2})
+    scheme = activation_scheme(act, {"w13": w13, "w2": w2}, {"13": input_scale13, "2": input_scale2})
+    inputs = [
+        Static(scale, zero if zero is None else zero.to(torch.int32))
+        for scale, zero in ((input_scale13, zero_point13), (input_scale2, zero_point2))
+    ]
+    expect_zero_points(scheme, inputs)
 
     index, position, offs = OPS["sort_by_expert"](ids, E, expert_map)
     on_input = weights if apply_router_weight_on_input else None
-    rows = _permuted(x, index, top_k, offs, scheme, w13, on_input, input_scale13)
-    hidden = _product(rows, w13, offs, bias13, dtype, fast_accum)
+    product = dict(offs=offs, out_dtype=dtype, fast_accum=fast_accum)
+    if on_input is None and _gathers(x, scheme, w13, inputs[0], T * top_k):
+        rows = x if scheme is None or isinstance(x, Quantized) else _quantized(x, None, scheme, w13, inputs[0])
+        hidden = _product(rows, w13, bias13, colsum13, **product, gather=index, top_k=top_k)
+    else:
+        rows = _permuted(x, index, top_k, offs, scheme, w13, on_input, inputs[0])
+        hidden = _product(rows, w13, bias13, colsum13, **product)
     parameters = dict(activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, beta=beta, limit=limit)
-    rows = _activated(hidden, parameters, offs, scheme, w2, input_scale2)
-    out = _product(rows, w2, offs, bias2, dtype, fast_accum)
-    return OPS["moe_unpermute"](out, position, None if apply_router_weight_on_input else weights)
+    rows = _activated(hidden, parameters, offs, scheme, w2, inputs[1])
+    out = _product(rows, w2, bias2, colsum2, **product)
+    return OPS["moe_unpermute"](
+        out, position, None if apply_router_weight_on_input else weights, residual=residual,
+        residual_weight=residual_weight,
+    )  # fmt: skip
 
 
-def _codes(weight: Weight) -> Tensor:
-    return weight.codes if isinstance(weight, Quantized) else weight
+def _gathers(x: Weight, scheme: Scheme | None, weight: Weight, static: Static, rows: int) -> bool:
+    """Does the first product gather its tokens itself, instead of getting them in order?
 
-
-def _scheme(weight: Weight) -> Scheme:
-    assert isinstance(weight, Quantized)
-    return scheme_of(weight.scheme)
-
-
-def _out_dtype(x: Weight, act: str, on_input: bool, wanted: torch.dtype | None) -> torch.dtype:
-    """What the layer computes in between and gives back; ValueError for tokens that do not fit the other arguments."""
-    if not isinstance(x, Quantized):
-        expect_dtype("moe.x", x, *FLOAT_INPUTS)
-        if wanted not in (None, x.dtype):
-            raise ValueError(f"moe.out_dtype: expected None or x's {x.dtype}, got {wanted}")
-        return x.dtype
-    if x.scheme != act:
-        raise ValueError(f"moe.x: expected tokens quantized by act {act!r}, got {x.scheme}")
-    if on_input:
-        raise ValueError("moe.apply_router_weight_on_input: expected False with Quantized x, got True")
-    dtype = wanted or torch.bfloat16
-    if dtype not in FLOAT_INPUTS:
-        raise ValueError(f"moe.out_dtype: expected one of {', '.join(map(str, FLOAT_INPUTS))}, got {dtype}")
-    return dtype
-
-
-def _expect_weights(x: Weight, dtype: torch.dtype, w13: Weight, w2: Weight, gated: bool) -> int:
-    """Raise ValueError unless both weights fit x and each other; the number of experts."""
-    for name, weight in (("w13", w13), ("w2", w2)):
-        expect_rank(f"moe.{name}", _codes(weight), 3)
-        if isinstance(weight, Quantized):
-            if weight.zero_point is not None and not _scheme(weight).product:
-                raise ValueError(f"moe.{name}: expected weights without zero points, got {weight!r}")
-        else:
-            expect_dtype(f"moe.{name}", weight, dtype)
-    E, H, I = tuple(w2.shape or ())
-    wanted = (E, 2 * I if gated else I, H)
-    if tuple(w13.shape or ()) != wanted:
-        raise ValueError(f"moe.w13: expected {wanted}, got {tuple(w13.shape or ())}")
-    wide = tuple(x.shape or ())
-    if wide != (_codes(x).shape[0], H):
-        raise ValueError(f"moe.x: expected ({_codes(x).shape[0]}, {H}), got {wide}")
-    return E
-
-
-def _activation_scheme(act: str, weights: dict[str, Weight], static: dict[str, Tensor | None]) -> Scheme | None:
-    """The scheme of the activations, None for "none"; ValueError where it has no product with the weights."""
-    given = [name for name, scale in static.items() if scale is not None]
-    if act == "none":
-        if given:
-            raise ValueError(f"moe.input_scale{given[0]}: expected None with act 'none', got a tensor")
-        return None
-    scheme = scheme_of(act)
-    if scheme.granularity.rows > 1 or "zero_point" in scheme.outputs:
-        raise ValueError(f"moe.act: expected symmetric codes with a scale per tensor, token or group, got {act!r}")
-    for name, weight in weights.items():
-        if not isinstance(weight, Quantized):
-            raise ValueError(f"moe.{name}: expected Quantized weights with act {act!r}, got a plain tensor")
-        if reason := no_product(_scheme(weight), scheme):
-            raise ValueError(f"moe.act: {reason} ({name})")
-    if given:
-        if scheme.granularity.rows > 0 and "global_scale" not in scheme.outputs:
-            raise ValueError(f"moe.input_scale{given[0]}: expected None with act {act!r}, whose scales are dynamic")
-        for name, scale in static.items():
-            if scale is None:
-                raise ValueError(f"moe.input_scale{name}: expected a tensor, as the other input scale, got None")
-            expect_shape(f"moe.input_scale{name}", scale, (1, 1))
-            expect_dtype(f"moe.input_scale{name}", scale, torch.float32)
-    return scheme
+    Where there are few rows for each expert, that only saves a launch. With more, loading scattered rows costs time in
+    every tile of columns, more so where scales come with them. Measured on an H200.
+    """
+    if isinstance(weight, Quantized) and reads_packed(x, weight):
+        return False
+    if scheme is not None and "zero_point" in scheme.outputs:
+        return True  # zero points have no op that moves them
+    if scheme is not None and not isinstance(x, Quantized):  # noqa: SIM102  two reasons
+        if scheme.product or (scheme.granularity.rows < 0 and static.scale is None):
+            return False
+    E, N = codes_of(weight).shape[:2]
+    changing = scheme is not None and isinstance(weight, Quantized) and weight.granularity.cols > 0
+    narrow = 512 if changing else 4096
+    return rows <= 16 * E or narrow >= N
 
 
 def _permuted(
     x: Weight, index: Tensor, top_k: int, offs: Tensor, scheme: Scheme | None, weight: Weight,
-    on_input: Tensor | None, static: Tensor | None,
+    on_input: Tensor | None, static: Static,
 ) -> Weight:  # fmt: skip
     """Rows for the first product; quantized before they are moved where that gives the same."""
     permute = OPS["moe_permute"]
     if not isinstance(x, Quantized):
         if scheme is None:
             return permute(x, index, top_k, weights=on_input)[0]
-        if on_input is not None or (scheme.granularity.rows < 0 and static is None):
+        if on_input is not None or (scheme.granularity.rows < 0 and static.scale is None):
             return _quantized(permute(x, index, top_k, weights=on_input)[0], offs, scheme, weight, static)
         x = _quantized(x, None, scheme, weight, static)
     over = x.global_scale
     if over is not None and over.shape[0] > 1:  # one for each token
         over = permute(over, index, top_k)[0]
     if x.granularity.rows < 0 and x.scale.shape == (1, 1):  # one scale for all tokens
-        return Quantized(permute(x.codes, index, top_k)[0], x.scale, x.scheme, check=False)
+        return Quantized(permute(x.codes, index, top_k)[0], x.scale, x.scheme, x.zero_point, check=False)
     stored = x.scale if x.scale.dtype is torch.float32 else x.scale.view(torch.uint8)
     codes, scale = permute(x.codes, index, top_k, stored)
     return Quantized(codes, scale.view(x.scale.dtype), x.scheme, global_scale=over, check=False)
@@ -248,15 +242,15 @@ def _permuted(
 
 def _activated(
     hidden: Tensor, parameters: dict[str, Any], offs: Tensor, scheme: Scheme | None, weight: Weight,
-    static: Tensor | None,
+    static: Static,
 ) -> Weight:  # fmt: skip
     """Rows for the second product."""
     if scheme is None:
         return OPS["act_and_mul"](hidden, **parameters)
     dtype = _fp8_dtype(scheme, weight)
-    if static is not None and dtype and not scheme.product:
-        codes = OPS["act_and_mul_quantize_fp8_static"](hidden, static, **parameters, dtype=dtype)
-        return Quantized(codes, static, scheme.name, check=False)
+    if static.scale is not None and dtype and not scheme.product:
+        codes = OPS["act_and_mul_quantize_fp8_static"](hidden, static.scale, **parameters, dtype=dtype)
+        return Quantized(codes, static.scale, scheme.name, check=False)
     fused = _FUSED.get(scheme.quantizer)
     if fused is None or scheme.options:
         return _quantized(OPS["act_and_mul"](hidden, **parameters), offs, scheme, weight, static)
@@ -272,42 +266,57 @@ def _fp8_dtype(scheme: Scheme, weight: Weight) -> torch.dtype | None:
     other formats."""
     if scheme.product or scheme.format is INT8:
         return None
-    codes = _codes(weight)
-    return codes.dtype if codes.dtype in FP8 and not _scheme(weight).product else fp8_dtype(codes.device)
+    codes = codes_of(weight)
+    return codes.dtype if codes.dtype in FP8 and not scheme_of_weight(weight).product else fp8_dtype(codes.device)
 
 
-def _quantized(x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Weight, static: Tensor | None) -> Quantized:
+def _quantized(x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Weight, static: Static) -> Quantized:
     """Rows in low precision; those of no expert, which lie behind all others, do not count for a common scale."""
     dtype = _fp8_dtype(scheme, weight)
     options: dict[str, Any] = dict(dtype=dtype) if dtype else {}
     if "global_scale" in scheme.outputs:  # one for each token, so that no token changes another's codes
-        return quantize(x, scheme, **(dict(per_token=True) if static is None else dict(global_scale=static)))
-    if static is not None:
-        name = "quantize_fp8_static" if options else "quantize_int8_static"
-        return Quantized(OPS[name](x, static, **options), static, scheme.name, check=False)
+        return quantize(
+            x, scheme, **(dict(per_token=True) if static.scale is None else dict(global_scale=static.scale))
+        )
+    if static.scale is not None:
+        if options:
+            codes = OPS["quantize_fp8_static"](x, static.scale, **options)
+        else:
+            codes = OPS["quantize_int8_static"](x, static.scale, static.zero_point)
+        return Quantized(codes, static.scale, scheme.name, static.zero_point, check=False)
     if scheme.granularity.rows < 0 and offs is not None:
         options["num_valid_tokens"] = offs[-1:]
     return quantize(x, scheme, **options)
 
 
 def _product(
-    rows: Weight, weight: Weight, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
+    rows: Weight, weight: Weight, bias: Tensor | None, colsum: Tensor | None, *, offs: Tensor, out_dtype: torch.dtype,
+    fast_accum: bool, gather: Tensor | None = None, top_k: int = 1,
+) -> Tensor:  # fmt: skip
     """Rows times their expert's weights; the op follows from the two schemes, as in `fpk.mm`."""
+    order = dict(gather=gather, top_k=top_k)
     if not isinstance(weight, Quantized):
-        return OPS["grouped_mm"](rows, weight, offs, bias, out_dtype)
+        return OPS["grouped_mm"](rows, weight, offs, bias, out_dtype, **order)
     if reads_packed(rows, weight):
         arguments = packed_arguments(rows, weight)
         return OPS["grouped_mm_packed"](**arguments, offs=offs, bias=bias, out_dtype=out_dtype)
     block_rows, cols = weight.granularity.rows, weight.granularity.cols
     if not isinstance(rows, Quantized):
+        if weight.zero_point is not None:
+            raise ValueError(f"moe.act: expected int8 activations for weights with zero points, got none ({weight!r})")
         return OPS["grouped_mm_weight_only"](
-            rows, weight.codes, weight.scale, offs, rows=block_rows, cols=cols, bias=bias, out_dtype=out_dtype
+            rows, weight.codes, weight.scale, offs, rows=block_rows, cols=cols, bias=bias, out_dtype=out_dtype, **order
         )
-    common = dict(bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    common = dict(bias=bias, out_dtype=out_dtype, fast_accum=fast_accum, **order)
     group, scale = rows.granularity.cols, rows.scale
     if group < 0 and cols < 0:
-        return OPS["grouped_scaled_mm"](rows.codes, weight.codes, scale, weight.scale, offs, **common)
+        zeros: dict[str, Tensor | None] = dict(zero_point_b=weight.zero_point)
+        if rows.zero_point is not None:
+            sums = weight.codes.sum(2, dtype=torch.int32) if colsum is None else colsum
+            zeros |= dict(zero_point_a=rows.zero_point, colsum_b=sums)
+        return OPS["grouped_scaled_mm"](rows.codes, weight.codes, scale, weight.scale, offs, **common, **zeros)
+    if rows.zero_point is not None or weight.zero_point is not None:
+        raise ValueError(f"moe.act: {rows.scheme} and {weight.scheme} have no product with zero points")
     if group < 0:  # a scale of all of K stands in every group, without being copied
         group = cols
         scale = scale.expand(rows.codes.shape[0], -(-rows.codes.shape[1] // group))

@@ -200,9 +200,10 @@ def test_no_tokens(act, device):
 
 
 def test_the_fewest_launches(launches, device):
-    """route, sort, permute, product, activation, product, unpermute; quantizing costs one more, or none."""
+    """route, sort, product, activation, product, unpermute; quantizing costs one more, or none."""
     x, logits = randn(3, H).to(device), randn(3, E).to(device)
-    for weight, act, count in (("plain", "none", 7), ("fp8_channel", "fp8_token", 8), ("fp8_channel", "none", 7)):
+    cases = ("plain", "none", 6), ("fp8_channel", "fp8_token", 7), ("fp8_channel", "none", 6)
+    for weight, act, count in cases:
         given = {n: on(device, v) for n, v in parts(weight)[0].items()}
         start = launches()
         fpk.moe(x, logits, **given, act=act)
@@ -214,8 +215,8 @@ def test_the_fewest_launches(launches, device):
     [
         (dict(act="fp8_token", scheme="plain"), "moe.w13: expected Quantized weights with act 'fp8_token'"),
         (dict(act="int8_token"), "moe.act: int8_token activations have no product with fp8_channel weights"),
-        (dict(act="fp8_block128"), "moe.act: expected symmetric codes with a scale per tensor, token or group"),
-        (dict(act="int8_token_asymmetric"), "moe.act: expected symmetric codes"),
+        (dict(act="fp8_block128"), "moe.act: expected codes with a scale per tensor, token or group"),
+        (dict(act="int8_token_asymmetric"), "moe.act: int8_token_asymmetric activations have no product"),
         (dict(act="fp9"), "scheme: expected one of"),
         (dict(gated=False), r"moe.w13: expected \(4, 144, 160\), got \(4, 288, 160\)"),
         (dict(apply_router_weight_on_input=True), "moe.apply_router_weight_on_input: expected False with top_k > 1"),
@@ -269,3 +270,67 @@ def test_products_beyond_int32(name):
     last = {n: v[-40:] if n in ("a", "scale_a") else v for n, v in args.items()}
     last["offs"] = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
     assert_close(out[-40:].contiguous(), op.reference(**last), op.tolerance(op.bind(**args)))
+
+
+def integers(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Values that asymmetric int8 codes of x stand for."""
+    return (((x.float() / scale).round() + zero).clamp(-128, 127) - zero) * scale
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_activations_and_weights_with_zero_points(static, device):
+    x, (weights, ids) = randn(7, H) + 1, routing(7)
+    given, shifts = {}, {}
+    for seed, (name, shape) in enumerate(dict(w13=(E, 2 * I, H), w2=(E, H, I)).items()):
+        codes = torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed)).to(torch.int8)
+        shifts[name] = torch.randint(-9, 9, (E, shape[1], 1), generator=torch.Generator().manual_seed(seed)).int()
+        scale = torch.full((E, shape[1], 1), 2.0**-9 if name == "w13" else 2.0**-10)
+        parts_ = (t.to(device) for t in (codes, scale))
+        given[name] = fpk.Quantized(*parts_, "int8_channel", zero_point=shifts[name].to(device), check=False)
+        shifts[name] = (codes - shifts[name]) * scale
+    options = dict(act="int8_token_asymmetric")
+    if static:
+        scales, zeros = (0.03, 0.05), (-20, 7)
+        options = dict(act="int8_tensor")
+        for name, scale, zero in zip(("13", "2"), scales, zeros, strict=True):
+            options[f"input_scale{name}"] = torch.full((1, 1), scale, device=device)
+            options[f"zero_point{name}"] = torch.full((1, 1), zero, dtype=torch.int8, device=device)
+    out = fpk.moe_experts(x.to(device), weights.to(device), ids.to(device), **given, **options)
+
+    def fake_rows(v: Tensor, which: int) -> Tensor:
+        if static:
+            return integers(v, torch.tensor(scales[which]), torch.tensor(float(zeros[which])))
+        codes, scale, zero = OPS["quantize_int8_token_asymmetric"].reference(v.to(torch.bfloat16))
+        return (codes.float() - zero) * scale
+
+    expected = torch.zeros(7, H)
+    for t in range(7):
+        for j in range(TOP_K):
+            e = int(ids[t, j])
+            hidden = (fake_rows(x[t : t + 1], 0) @ shifts["w13"][e].T).bfloat16().float()
+            gate, up = hidden.chunk(2, 1)
+            hidden = (F.silu(gate) * up).bfloat16()
+            expected[t] += weights[t, j] * (fake_rows(hidden, 1) @ shifts["w2"][e].T).bfloat16().float()[0]
+    assert rel_error(out.cpu(), expected.bfloat16()) < 0.02
+
+
+def test_zero_experts_and_copies(device):
+    """Experts that pass tokens on, and experts of which there are two."""
+    x, logits = randn(9, H).to(device), randn(9, 5, seed=4, dtype=torch.float32).to(device)
+    w13, w2 = (given.to(device) for given in parts("plain")[0].values())
+    out = fpk.moe(x, logits, w13, w2, num_zero_experts=1)
+    weights, ids = OPS["route"](logits, 2)
+    routed = fpk.moe_experts(x, weights, torch.where(ids < E, ids, -1), w13, w2, out_dtype=None)
+    passed = torch.where(ids >= E, weights, 0.0).sum(1, keepdim=True)
+    assert rel_error(out, routed + passed * x.float()) < 0.01
+    assert_close(
+        fpk.moe_experts(x, weights, ids, w13, w2, residual=x, residual_weight=passed), out, 0.0
+    )  # fmt: skip
+    table = torch.tensor([[0, 4], [1, -1], [5, 2], [3, -1]], dtype=torch.int32, device=device)
+    copies = torch.tensor([2, 1, 2, 1], dtype=torch.int32, device=device)
+    more = [torch.cat([w, w[[0, 2]]]) for w in (w13, w2)]
+    assert_close(
+        fpk.moe(x, logits[:, :4], *more, expert_table=table, expert_copies=copies),
+        fpk.moe(x, logits[:, :4], w13, w2),
+        0.0,
+    )

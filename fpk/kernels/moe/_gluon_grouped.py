@@ -25,9 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fpk.db import Config
 from fpk.device import Device, of
+from fpk.kernels.gemm._mm import after_previous
+from fpk.kernels.moe._early import early
 from fpk.kernels.moe._grouped import fits_row_descriptor, fits_weight_descriptor
 from fpk.op import Kernel
 
@@ -39,8 +42,11 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @triton.jit(do_not_specialize=["R", "E"])
-def schedule_kernel(offs_ptr, table_ptr, R, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+def schedule_kernel(
+    offs_ptr, table_ptr, R, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """table: the number of row tiles, then of each its expert (E: rows of none), first row, and row after the last."""
+    after_previous(PDL)
     e = tl.arange(0, BLOCK_E)
     end = tl.where(e < E, tl.minimum(tl.load(offs_ptr + e, mask=e < E, other=0), R), R)
     begin = tl.minimum(tl.load(offs_ptr + e - 1, mask=(e > 0) & (e <= E), other=0), R)
@@ -254,9 +260,12 @@ def _multiply(
 def grouped_kernel(
     a_desc, b_desc, out_desc, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
     stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-    MODE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr, ACC: gl.constexpr, INSTR_N: gl.constexpr, INSTR_K: gl.constexpr,
+    PDL: gl.constexpr, MODE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, ACC: gl.constexpr, INSTR_N: gl.constexpr, INSTR_K: gl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
     if out_desc is None:
@@ -322,7 +331,9 @@ def launch_gluon(
     line = 128 // size
     most = (R + min(E + 1, R) * 127) // 128
     table = torch.empty(1 + 3 * most, dtype=torch.int32, device=a.device)
-    schedule_kernel[(triton.cdiv(most, 32),)](offs, table, R, E, BLOCK_E=bins, BLOCK_M=128, BLOCK=32, num_warps=4)
+    schedule_kernel[(triton.cdiv(most, 32),)](
+        offs, table, R, E, BLOCK_E=bins, BLOCK_M=128, BLOCK=32, num_warps=4, **early(a.device)
+    )
     matrix = b.as_strided((E * N, K), (b.stride(1), 1))
     programs = min(of(a.device).sm_count, most * triton.cdiv(N, block_n))
     store = _descriptor(out, 64, block_n // 2) if out.element_size() == 2 and N % 8 == 0 else None
@@ -331,5 +342,6 @@ def launch_gluon(
         _descriptor(a, 64, line), _descriptor(matrix, block_n, line), store,
         table, scale_a, scale_b, bias, out, E, N, K, out.stride(0), *strides, 0 if bias is None else bias.stride(0),
         MODE=mode, ROWS=rows_per_scale, BLOCK_K=line, ACC=gl.int32 if a.dtype is torch.int8 else gl.float32,
-        INSTR_N=min(block_n, 128) if a.dtype is torch.int8 else block_n, INSTR_K=32 // size, num_warps=4, **options,
+        INSTR_N=min(block_n, 128) if a.dtype is torch.int8 else block_n, INSTR_K=32 // size, num_warps=4,
+        **early(a.device), **options,
     )  # fmt: skip

@@ -86,7 +86,7 @@ def store_zeros(out_ptr, m, R, n, N, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: 
 def grid(R: int, N: int, E: int, config: Config) -> tuple[int]:
     """Programs for the worst routing: every expert that can have a row has a tile that is not full."""
     block_m, owners = config["BLOCK_M"], min(E + 1, R)
-    return ((R + owners * (block_m - 1)) // block_m * triton.cdiv(N, config["BLOCK_N"]),)
+    return ((R + owners * (block_m - 1)) // block_m * triton.cdiv(N, config["BLOCK_N"] * config.get("COLUMNS", 1)),)
 
 
 def expert_bins(E: int) -> int:
@@ -210,6 +210,19 @@ def descriptor_tiles(rows: int, widths: tuple[int, ...]) -> Iterator[Config]:
                     kernel="descriptor", SWAP=swap, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps,
                     num_stages=stages,
                 )  # fmt: skip
+
+
+def wide_tiles(rows: int) -> Iterator[Config]:
+    """Candidates whose programs take several tiles side by side: where K is short, starting a program costs most."""
+    for (m, n, warps, swap), stages, columns, flatten in itertools.product(
+        ((16, 128, 4, False), (16, 128, 4, True), (64, 128, 4, False), (128, 128, 8, False), (128, 256, 8, False)),
+        (2, 3, 4), (2, 4, 8), (False, True),
+    ):  # fmt: skip
+        if m <= 2 * rows or m == 16:
+            yield Config(
+                kernel="descriptor", SWAP=swap, BLOCK_M=m, BLOCK_N=n, BLOCK_K=128, COLUMNS=columns, FLATTEN=flatten,
+                num_warps=warps, num_stages=stages,
+            )  # fmt: skip
 
 
 def strides_of(tensor: Tensor | None, *sizes: int) -> list[int]:

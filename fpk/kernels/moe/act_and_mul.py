@@ -25,7 +25,6 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS
 from fpk.db import Config, bucket
-from fpk.device import of
 from fpk.kernels._activation import (
     CASES,
     activated,
@@ -35,8 +34,8 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import after_previous
+from fpk.kernels.moe._early import early
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -143,7 +142,7 @@ def act_and_mul(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **dependent(of(x.device), x.shape[:-1].numel()),
+        **early(x.device),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return out

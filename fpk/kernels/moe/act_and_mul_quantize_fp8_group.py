@@ -44,8 +44,8 @@ from fpk.kernels._groups import (
     stored_scale,
 )
 from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, quantize_fp8
-from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import after_previous
+from fpk.kernels.moe._early import early
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -224,7 +224,7 @@ def act_and_mul_quantize_fp8_group(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1), stride_s,
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **dependent(of(x.device), x.shape[:-1].numel()),
+        **early(x.device),
         GROUP=group, WIDTH=triton.next_power_of_2(group), E8M0=scale_format == "e8m0", COLUMNS=layout != "row",
         QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,

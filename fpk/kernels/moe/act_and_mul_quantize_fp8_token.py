@@ -41,8 +41,8 @@ from fpk.kernels._tile import (
     quantize_fp8,
     quotient_within,
 )
-from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import after_previous
+from fpk.kernels.moe._early import early
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -225,7 +225,7 @@ def act_and_mul_quantize_fp8_token(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **dependent(of(x.device), x.shape[:-1].numel()),
+        **early(x.device),
         QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip

@@ -5,8 +5,8 @@
 e(r) is the expert of row r: offs[e - 1] <= r < offs[e]. Rows from offs[-1] on have no expert and become zeros, whatever
 they hold. Each operand's scale is per row or one for all by itself: per token or tensor for `a`, per channel or matrix
 for `b`. For one expert this is scaled_mm. FP8 products accumulate in fp32, INT8 products exactly in int32. A static
-activation scale per expert is a factor of scale_b. Asymmetric INT8 activations: sum_k (a[r, k] - zero_point_a[r]) *
-b[e, n, k], by way of the sums colsum_b[e, n] = sum_k b[e, n, k].
+activation scale per expert is a factor of scale_b. Asymmetric INT8: sum_k (a[r, k] - zero_point_a[r]) * (b[e, n, k] -
+zero_point_b[e, n]), exactly too, by way of the sums colsum_b[e, n] = sum_k b[e, n, k].
 
 With gather, row r of all this is row gather[r] // top_k of `a`, and of its scale and zero point: rows need not be
 moved before.
@@ -28,8 +28,8 @@ from fpk.check import expect_dtype, expect_fp8_matmul, expect_inner_contiguous, 
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8
-from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, after_previous, finish, stages_held, store_tile
+from fpk.kernels.moe._early import early
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -49,6 +49,7 @@ from fpk.kernels.moe._grouped import (
     rows_per_expert,
     source_rows,
     store_zeros,
+    wide_tiles,
 )
 from fpk.kernels.moe._rows import gather_rows, row_ends
 from fpk.kernels.moe._vector import VECTOR_KERNEL, launch_vector, vector_configs
@@ -60,7 +61,7 @@ from fpk.shapes import grouped_cases
 def reference(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False, zero_point_a: Tensor | None = None,
-    colsum_b: Tensor | None = None, gather: Tensor | None = None, top_k: int = 1,
+    colsum_b: Tensor | None = None, gather: Tensor | None = None, top_k: int = 1, zero_point_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     a = gathered(a, gather, top_k)
     if scale_a.shape[0] > 1:
@@ -77,6 +78,9 @@ def reference(
             exact = sum(pieces[1:], pieces[0])
             if zero_point_a is not None and colsum_b is not None:
                 exact = exact - zero_point_a.long() * colsum_b[e].long()
+            if zero_point_b is not None:
+                shift = 0 if zero_point_a is None else K * zero_point_a.long()
+                exact = exact - (a.long().sum(1, keepdim=True) - shift) * zero_point_b[e].long().T
             acc = exact.float()
         else:
             acc = a.float() @ b[e].float().T
@@ -88,7 +92,7 @@ def reference(
 def check(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None,
     out_dtype: torch.dtype, zero_point_a: Tensor | None, colsum_b: Tensor | None, gather: Tensor | None, top_k: int,
-    **_: Any,
+    zero_point_b: Tensor | None, **_: Any,
 ) -> None:  # fmt: skip
     expect_dtype("grouped_scaled_mm.a", a, *FP8, torch.int8)
     expect_dtype("grouped_scaled_mm.b", b, a.dtype)
@@ -110,50 +114,95 @@ def check(
         for name, tensor in (("zero_point_a", zero_point_a), ("colsum_b", colsum_b)):
             expect_dtype(f"grouped_scaled_mm.{name}", tensor, torch.int32)
         expect_inner_contiguous("grouped_scaled_mm.colsum_b", colsum_b)
+    if zero_point_b is not None:
+        expect_dtype("grouped_scaled_mm.a (with zero_point_b)", a, torch.int8)
+        expect_shape("grouped_scaled_mm.zero_point_b", zero_point_b, (E, N, 1), (E, 1, 1))
+        expect_dtype("grouped_scaled_mm.zero_point_b", zero_point_b, torch.int32)
+        if K > 32768:
+            raise NotImplementedError(f"grouped_scaled_mm.a: expected K up to 32768 with zero_point_b, got K = {K}")
     expect_fp8_matmul("grouped_scaled_mm", a)
+
+
+@triton.jit
+def _tile(
+    expert, end, first, n, a_ptr, b_ptr, a_desc, b_desc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr,
+    zero_b_ptr, gather_ptr, out_ptr, N, K, top_k, stride_am, stride_be, stride_bn, stride_om, stride_sa, stride_sbe,
+    stride_sbn, stride_bias, stride_za, stride_ce, stride_zbe, stride_zbn, INT8: tl.constexpr, PROMOTE: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of the output."""
+    e = expert.to(tl.int64)
+    offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
+    offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    source = source_rows(gather_ptr, offs_m, end, first, top_k)
+    a_rows = a_ptr + source[:, None] * stride_am
+    b_rows = b_ptr + e * stride_be + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32 if INT8 else tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if INT8 else tl.float32)
+    rowsum = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    for k in range(0, K, BLOCK_K):
+        a = load_tile(a_desc, first, a_rows, k, K, BLOCK_K, EVEN_K)
+        b = load_tile(b_desc, expert * N + n * BLOCK_N, b_rows, k, K, BLOCK_K, EVEN_K)
+        acc = accumulate(a, b, acc, SWAP, PROMOTE)
+        if zero_b_ptr is not None:
+            rowsum += tl.sum(a.to(tl.int32), axis=1)
+    if SWAP:
+        acc = tl.trans(acc)
+    if zero_ptr is not None:
+        colsum = tl.load(colsum_ptr + e * stride_ce + offs_n, mask=offs_n < N, other=0)
+        zero_a = tl.load(zero_ptr + source * stride_za)
+        acc -= zero_a[:, None] * colsum[None, :]
+        rowsum -= zero_a * K
+    if zero_b_ptr is not None:
+        zero_b = tl.load(zero_b_ptr + e * stride_zbe + offs_n * stride_zbn, mask=offs_n < N, other=0)
+        acc -= rowsum[:, None] * zero_b[None, :]
+    out = acc.to(tl.float32) * tl.load(scale_a_ptr + source * stride_sa)[:, None]
+    bias_row = bias_ptr
+    if bias_ptr is not None:
+        bias_row = bias_ptr + e * stride_bias
+    out = finish(
+        out, None, scale_b_ptr + e * stride_sbe, bias_row, None, None, offs_m, offs_n, end, N, 0, stride_sbn, 0
+    )
+    store_tile(out_ptr, out, offs_m, offs_n, end, N, stride_om)
 
 
 @triton.jit(do_not_specialize=["R", "E", "stride_sa", "top_k"])
 def _grouped_kernel(
-    a_ptr, b_ptr, a_desc, b_desc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, offs_ptr, gather_ptr,
-    out_ptr,
+    a_ptr, b_ptr, a_desc, b_desc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, zero_b_ptr, offs_ptr,
+    gather_ptr, out_ptr,
     R, E, N, K, top_k,
     stride_am, stride_be, stride_bn, stride_om, stride_sa, stride_sbe, stride_sbn, stride_bias, stride_za, stride_ce,
+    stride_zbe, stride_zbn,
     PDL: tl.constexpr, INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr = 1, FLATTEN: tl.constexpr = False,
 ):  # fmt: skip
+    """COLUMNS: tiles that a program takes, side by side; FLATTEN: fetch the next one while one is finished."""
     after_previous(PDL)
-    expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(tiles_n, COLUMNS), BLOCK_E, BLOCK_M)
     if expert < E:
-        e = expert.to(tl.int64)
-        offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
-        offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        source = source_rows(gather_ptr, offs_m, end, first, top_k)
-        a_rows = a_ptr + source[:, None] * stride_am
-        b_rows = b_ptr + e * stride_be + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
-        if SWAP:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32 if INT8 else tl.float32)
+        if COLUMNS == 1:
+            _tile(
+                expert, end, first, n, a_ptr, b_ptr, a_desc, b_desc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr,
+                colsum_ptr, zero_b_ptr, gather_ptr, out_ptr, N, K, top_k, stride_am, stride_be, stride_bn, stride_om,
+                stride_sa, stride_sbe, stride_sbn, stride_bias, stride_za, stride_ce, stride_zbe, stride_zbn, INT8,
+                PROMOTE, EVEN_K, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if INT8 else tl.float32)
-        for k in range(0, K, BLOCK_K):
-            a = load_tile(a_desc, first, a_rows, k, K, BLOCK_K, EVEN_K)
-            b = load_tile(b_desc, expert * N + n * BLOCK_N, b_rows, k, K, BLOCK_K, EVEN_K)
-            acc = accumulate(a, b, acc, SWAP, PROMOTE)
-        if SWAP:
-            acc = tl.trans(acc)
-        if zero_ptr is not None:
-            colsum = tl.load(colsum_ptr + e * stride_ce + offs_n, mask=offs_n < N, other=0)
-            acc -= tl.load(zero_ptr + source * stride_za)[:, None] * colsum[None, :]
-        out = acc.to(tl.float32) * tl.load(scale_a_ptr + source * stride_sa)[:, None]
-        bias_row = bias_ptr
-        if bias_ptr is not None:
-            bias_row = bias_ptr + e * stride_bias
-        out = finish(
-            out, None, scale_b_ptr + e * stride_sbe, bias_row, None, None, offs_m, offs_n, end, N, 0, stride_sbn, 0
-        )
-        store_tile(out_ptr, out, offs_m, offs_n, end, N, stride_om)
+            for i in tl.range(0, tl.minimum(COLUMNS, tiles_n - n * COLUMNS), flatten=FLATTEN):
+                column = n * COLUMNS + i
+                _tile(
+                    expert, end, first, column, a_ptr, b_ptr, a_desc, b_desc, scale_a_ptr, scale_b_ptr, bias_ptr,
+                    zero_ptr, colsum_ptr, zero_b_ptr, gather_ptr, out_ptr, N, K, top_k, stride_am, stride_be, stride_bn,
+                    stride_om, stride_sa, stride_sbe, stride_sbn, stride_bias, stride_za, stride_ce, stride_zbe,
+                    stride_zbn, INT8, PROMOTE, EVEN_K, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
     elif expert == E:
-        store_zeros(out_ptr, first, R, n, N, stride_om, BLOCK_M, BLOCK_N)
+        for i in range(0, tl.minimum(COLUMNS, tiles_n - n * COLUMNS)):
+            store_zeros(out_ptr, first, R, n * COLUMNS + i, N, stride_om, BLOCK_M, BLOCK_N)
 
 
 def configs(a: Tensor, b: Tensor, fast_accum: bool, top_k: int, **_: Any):
@@ -170,6 +219,7 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, top_k: int, **_: Any):
     yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (64, 128, 256))
     yield from descriptor_tiles(rows, (128, 256))
+    yield from wide_tiles(rows)
     yield from vector_configs(bucket(a.shape[0]) * top_k)
     if rows >= 32:
         yield from gluon_configs(((256, 4), (128, 6)))
@@ -177,14 +227,16 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, top_k: int, **_: Any):
 
 def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, fast_accum: bool, zero_point_a: Tensor | None,
-    gather: Tensor | None, **_: Any,
+    zero_point_b: Tensor | None, gather: Tensor | None, **_: Any,
 ) -> bool:  # fmt: skip
+    if config["kernel"] in ("gluon", "vector") and (zero_point_a is not None or zero_point_b is not None):
+        return False
     if config["kernel"] == "gluon":
         # two sums of a wide tile do not fit in the registers
         fits = fast_accum or a.dtype is torch.int8 or config["BLOCK_N"] <= 128
-        return fits and gluon_legal(config, device, a, b, gather) and zero_point_a is None
+        return fits and gluon_legal(config, device, a, b, gather)
     if config["kernel"] == "vector":
-        return zero_point_a is None and config["BLOCK_N"] * config["BLOCK_K"] <= 64 * 32 * config["num_warps"]
+        return config["BLOCK_N"] * config["BLOCK_K"] <= 64 * 32 * config["num_warps"]
     if config["kernel"] == "descriptor" and not (
         fits_weight_descriptor(b) and (gather is not None or fits_row_descriptor(a))
     ):
@@ -195,13 +247,15 @@ def legal(
 
 def key(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-    fast_accum: bool, zero_point_a: Tensor | None, gather: Tensor | None, top_k: int, **_: Any,
+    fast_accum: bool, zero_point_a: Tensor | None, gather: Tensor | None, top_k: int, zero_point_b: Tensor | None,
+    **_: Any,
 ) -> dict[str, int | str]:  # fmt: skip
     E, N, K = b.shape
     return dict(
         M=bucket(a.shape[0]) * top_k, N=N, K=K, E=E, dtype=str(a.dtype), out_dtype=str(out_dtype),
         a="tensor" if scale_a.shape[0] == 1 else "token", b="tensor" if scale_b.shape[1] == 1 else "channel",
-        bias=int(bias is not None), fast_accum=int(fast_accum), zero_point=int(zero_point_a is not None),
+        bias=int(bias is not None), fast_accum=int(fast_accum), 
+        zero_point=int(zero_point_a is not None) + 2 * int(zero_point_b is not None),
         gather=int(gather is not None),
     )  # fmt: skip
 
@@ -224,24 +278,27 @@ def tolerance(a: Tensor, out_dtype: torch.dtype, fast_accum: bool, **_: Any) -> 
 
 def inputs(
     *, M, N, K, E, dropped=0.0, spread="even", a_granularity="token", b_granularity="channel", bias=False,
-    fast_accum=False, zero_point=False, gather=0, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal",
+    fast_accum=False, zero_point="", gather=0, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal",
     layout="contiguous", device="cuda", seed=0,
 ):  # fmt: skip
-    """gather: rows for each row of `a`, 0 for rows that lie in order."""
+    """gather: rows for each row of `a`, 0 for rows that lie in order; zero_point: operands that have one."""
     tokens = triton.cdiv(M, max(gather, 1))
     M = tokens * max(gather, 1)
     b = strided(sample((E, N, K), dtype, "normal", device, seed + 1), layout)
-    zero_point = zero_point and dtype is torch.int8
+    zero_point = zero_point if dtype is torch.int8 else ""
     scale_rows = tokens if a_granularity == "token" else 1
     zeros = torch.randint(-128, 128, (scale_rows, 1), generator=generator(seed + 5, device), device=device)
+    shape = (E, N if b_granularity == "channel" else 1, 1)
+    shifts = torch.randint(-128, 128, shape, generator=generator(seed + 6, device), device=device)
     return dict(
         a=strided(sample((tokens, K), dtype, kind, device, seed), layout), b=b,
         scale_a=scales((scale_rows, 1), device, seed + 2),
-        scale_b=scales((E, N if b_granularity == "channel" else 1, 1), device, seed + 3),
+        scale_b=scales(shape, device, seed + 3),
         offs=row_ends(M, E, dropped, spread, device, seed),
         bias=sample((E, N), out_dtype, "normal", device, seed + 4) if bias else None,
-        out_dtype=out_dtype, fast_accum=fast_accum, zero_point_a=zeros.to(torch.int32) if zero_point else None,
-        colsum_b=b.sum(2, dtype=torch.int32) if zero_point else None,
+        out_dtype=out_dtype, fast_accum=fast_accum, zero_point_a=zeros.to(torch.int32) if "a" in zero_point else None,
+        colsum_b=b.sum(2, dtype=torch.int32) if "a" in zero_point else None,
+        zero_point_b=shifts.to(torch.int32) if "b" in zero_point else None,
         gather=gather_rows(M, device, seed) if gather else None, top_k=max(gather, 1),
     )  # fmt: skip
 
@@ -251,7 +308,7 @@ def inputs(
     domain=dict(
         M=(0, 1, 5, 33, 70), N=(1, 16, 33, 80), K=(0, 1, 64, 100, 128), E=(1, 3, 9), dropped=(0.0, 0.5, 1.0),
         spread=("even", "skewed", "one"), a_granularity=("token", "tensor"), b_granularity=("channel", "tensor"),
-        bias=(False, True), fast_accum=(False, True), zero_point=(False, True), gather=(0, 1, 3),
+        bias=(False, True), fast_accum=(False, True), zero_point=("", "a", "b", "ab"), gather=(0, 1, 3),
         dtype=(torch.float8_e4m3fn, torch.int8, torch.float8_e5m2),
         out_dtype=(torch.bfloat16, torch.float16, torch.float32), kind=("normal", "zeros", "zero_rows"),
         layout=("contiguous", "rows", "offset"),
@@ -266,7 +323,8 @@ def inputs(
 def grouped_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16, fast_accum: bool = False, zero_point_a: Tensor | None = None,
-    colsum_b: Tensor | None = None, gather: Tensor | None = None, top_k: int = 1, *, config: Config,
+    colsum_b: Tensor | None = None, gather: Tensor | None = None, top_k: int = 1, zero_point_b: Tensor | None = None,
+    *, config: Config,
 ) -> Tensor:  # fmt: skip
     """Multiply the quantized rows of each expert by its quantized weights, scales constant along K.
 
@@ -281,6 +339,7 @@ def grouped_scaled_mm(
         fast_accum: let FP8 tensor cores accumulate by themselves (about 14 bits on sm90), as in scaled_mm.
         zero_point_a: int32 of scale_a's shape or None, int8 only; value = (code - zero_point) * scale.
         colsum_b: (E, N) int32, sums of b's rows; needed with zero_point_a.
+        zero_point_b: int32 of scale_b's shape or None, int8 only, K up to 32768.
         gather: (T * top_k,) int32 or None; row r is row gather[r] // top_k of `a` (`index` of sort_by_expert).
         top_k: rows for each row of `a`, with gather.
 
@@ -315,13 +374,15 @@ def grouped_scaled_mm(
     a_desc, b_desc = descriptors(config, a, b, gather)
     config.pop("kernel")
     _grouped_kernel[grid(R, N, E, config)](
-        a, b, a_desc, b_desc, scale_a, scale_b, bias, zero_point_a, colsum_b, offs, gather, out,
+        a, b, a_desc, b_desc, scale_a, scale_b, bias, zero_point_a, colsum_b, zero_point_b, offs, gather, out,
         R, E, N, K, top_k, a.stride(0), b.stride(0), b.stride(1), out.stride(0),
         stride_sa, scale_b.stride(0), stride_sbn, 0 if bias is None else bias.stride(0),
         zero_point_a.stride(0) if zero_point_a is not None and zero_point_a.shape[0] > 1 else 0,
         0 if colsum_b is None else colsum_b.stride(0),
+        0 if zero_point_b is None else zero_point_b.stride(0),
+        zero_point_b.stride(1) if zero_point_b is not None and zero_point_b.shape[1] > 1 else 0,
         INT8=is_int8, PROMOTE=0 if is_int8 or fast_accum else min(128, config["BLOCK_K"]),
         EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E), enable_fp_fusion=False,
-        **dependent(of(a.device), T), **config,
+        **early(a.device), **config,
     )  # fmt: skip
     return out

@@ -28,8 +28,8 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_fp8_matmul, expect_gran
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
-from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, after_previous, finish, load_k, stages_held, store_tile
+from fpk.kernels.moe._early import early
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -49,6 +49,7 @@ from fpk.kernels.moe._grouped import (
     rows_per_expert,
     source_rows,
     store_zeros,
+    wide_tiles,
 )
 from fpk.kernels.moe._rows import gather_rows, row_ends
 from fpk.kernels.moe._vector import VECTOR_KERNEL, launch_vector, vector_configs
@@ -94,6 +95,66 @@ def check(
     expect_fp8_matmul("grouped_scaled_mm_group", a)
 
 
+@triton.jit
+def _tile(
+    expert, end, first, n, a_ptr, b_ptr, a_desc, b_desc, sa_ptr, sb_ptr, bias_ptr, gather_ptr, out_ptr, N, K, top_k,
+    stride_am, stride_be, stride_bn, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk,
+    stride_bias, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr,
+    E8M0_B: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
+    SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of the output."""
+    e = expert.to(tl.int64)
+    offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
+    offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    source = source_rows(gather_ptr, offs_m, end, first, top_k)
+    a_rows = a_ptr + source[:, None] * stride_am
+    b_rows = b_ptr + e * stride_be + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
+    sa_rows = sa_ptr + source * stride_sam
+    if ONE_B:
+        block_n = n.to(tl.int64) * BLOCK_N // ROWS if ROWS > 0 else e * 0
+    else:
+        block_n = offs_n // ROWS
+    sb_rows = sb_ptr + e * stride_sbe + block_n * stride_sbn
+
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if SEGMENTS:
+        k = 0
+        while k < K:
+            stop = tl.minimum(tl.minimum((k // GROUP + 1) * GROUP, k + BLOCK_K), K)
+            block_k = 0
+            if COLS > 0:
+                block_k = k // COLS
+                stop = tl.minimum(stop, (block_k + 1) * COLS)
+            a = load_k(a_rows, k, stop, BLOCK_K, False)
+            b = load_k(b_rows, k, stop, BLOCK_K, False)
+            acc = add_scaled(
+                acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, None, mask_n,
+                E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
+            )  # fmt: skip
+            k = stop
+    else:
+        for k in range(0, K, BLOCK_K):
+            a = load_tile(a_desc, first, a_rows, k, K, BLOCK_K, EVEN_K)
+            b = load_tile(b_desc, expert * N + n * BLOCK_N, b_rows, k, K, BLOCK_K, EVEN_K)
+            block_k = k // COLS if COLS > 0 else 0
+            acc = add_scaled(
+                acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, None, mask_n,
+                E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
+            )  # fmt: skip
+    if SWAP:
+        acc = tl.trans(acc)
+    bias_row = bias_ptr
+    if bias_ptr is not None:
+        bias_row = bias_ptr + e * stride_bias
+    acc = finish(acc, None, None, bias_row, None, None, offs_m, offs_n, end, N, 0, 0, 0)
+    store_tile(out_ptr, acc, offs_m, offs_n, end, N, stride_om)
+
+
 @triton.jit(do_not_specialize=["R", "E", "stride_sam", "stride_sak", "top_k"])
 def _grouped_kernel(
     a_ptr, b_ptr, a_desc, b_desc, sa_ptr, sb_ptr, bias_ptr, offs_ptr, gather_ptr, out_ptr,
@@ -102,61 +163,32 @@ def _grouped_kernel(
     PDL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr,
     E8M0_B: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
     SWAP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr = 1, FLATTEN: tl.constexpr = False,
 ):  # fmt: skip
+    """COLUMNS: tiles that a program takes, side by side; FLATTEN: fetch the next one while one is finished."""
     after_previous(PDL)
-    expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(N, BLOCK_N), BLOCK_E, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    expert, end, first, n = expert_tile(offs_ptr, R, E, tl.cdiv(tiles_n, COLUMNS), BLOCK_E, BLOCK_M)
     if expert < E:
-        e = expert.to(tl.int64)
-        offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
-        offs_n = n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < N
-        source = source_rows(gather_ptr, offs_m, end, first, top_k)
-        a_rows = a_ptr + source[:, None] * stride_am
-        b_rows = b_ptr + e * stride_be + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
-        sa_rows = sa_ptr + source * stride_sam
-        if ONE_B:
-            block_n = n.to(tl.int64) * BLOCK_N // ROWS if ROWS > 0 else e * 0
+        if COLUMNS == 1:
+            _tile(
+                expert, end, first, n, a_ptr, b_ptr, a_desc, b_desc, sa_ptr, sb_ptr, bias_ptr, gather_ptr, out_ptr, N,
+                K, top_k, stride_am, stride_be, stride_bn, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn,
+                stride_sbk, stride_bias, GROUP, ROWS, COLS, E8M0_A, E8M0_B, INT8, ONE_B, EVEN_K, SEGMENTS, SWAP,
+                BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         else:
-            block_n = offs_n // ROWS
-        sb_rows = sb_ptr + e * stride_sbe + block_n * stride_sbn
-
-        if SWAP:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        if SEGMENTS:
-            k = 0
-            while k < K:
-                stop = tl.minimum(tl.minimum((k // GROUP + 1) * GROUP, k + BLOCK_K), K)
-                block_k = 0
-                if COLS > 0:
-                    block_k = k // COLS
-                    stop = tl.minimum(stop, (block_k + 1) * COLS)
-                a = load_k(a_rows, k, stop, BLOCK_K, False)
-                b = load_k(b_rows, k, stop, BLOCK_K, False)
-                acc = add_scaled(
-                    acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, None, mask_n,
-                    E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
+            for i in tl.range(0, tl.minimum(COLUMNS, tiles_n - n * COLUMNS), flatten=FLATTEN):
+                column = n * COLUMNS + i
+                _tile(
+                    expert, end, first, column, a_ptr, b_ptr, a_desc, b_desc, sa_ptr, sb_ptr, bias_ptr,
+                    gather_ptr, out_ptr, N, K, top_k, stride_am, stride_be, stride_bn, stride_om, stride_sam,
+                    stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias, GROUP, ROWS, COLS, E8M0_A, E8M0_B,
+                    INT8, ONE_B, EVEN_K, SEGMENTS, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                k = stop
-        else:
-            for k in range(0, K, BLOCK_K):
-                a = load_tile(a_desc, first, a_rows, k, K, BLOCK_K, EVEN_K)
-                b = load_tile(b_desc, expert * N + n * BLOCK_N, b_rows, k, K, BLOCK_K, EVEN_K)
-                block_k = k // COLS if COLS > 0 else 0
-                acc = add_scaled(
-                    acc, a, b, sa_rows + k // GROUP * stride_sak, sb_rows + block_k * stride_sbk, None, mask_n,
-                    E8M0_A, E8M0_B, INT8, ONE_B, SWAP,
-                )  # fmt: skip
-        if SWAP:
-            acc = tl.trans(acc)
-        bias_row = bias_ptr
-        if bias_ptr is not None:
-            bias_row = bias_ptr + e * stride_bias
-        acc = finish(acc, None, None, bias_row, None, None, offs_m, offs_n, end, N, 0, 0, 0)
-        store_tile(out_ptr, acc, offs_m, offs_n, end, N, stride_om)
     elif expert == E:
-        store_zeros(out_ptr, first, R, n, N, stride_om, BLOCK_M, BLOCK_N)
+        for i in range(0, tl.minimum(COLUMNS, tiles_n - n * COLUMNS)):
+            store_zeros(out_ptr, first, R, n * COLUMNS + i, N, stride_om, BLOCK_M, BLOCK_N)
 
 
 def _step(group: int, block_cols: int, K: int) -> int:
@@ -185,6 +217,7 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: 
         yield Config(kernel="segment", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2)
     yield from grouped_tiles(rows, (32, 64, 128))
     yield from descriptor_tiles(rows, (64, 128))
+    yield from wide_tiles(rows)
     yield from vector_configs(bucket(a.shape[0]) * top_k)
     if rows >= 32:
         yield from gluon_configs(((128, 6), (128, 5)))
@@ -338,6 +371,6 @@ def grouped_scaled_mm_group(
         GROUP=group, ROWS=block_rows, COLS=block_cols, E8M0_A=scale_a.dtype is torch.uint8,
         E8M0_B=scale_b.dtype is torch.uint8, INT8=a.dtype is torch.int8,
         ONE_B=block_rows < 0 or block_rows % config["BLOCK_N"] == 0, EVEN_K=K % config["BLOCK_K"] == 0,
-        SEGMENTS=segments, BLOCK_E=expert_bins(E), **dependent(of(a.device), T), **config,
+        SEGMENTS=segments, BLOCK_E=expert_bins(E), **early(a.device), **config,
     )  # fmt: skip
     return out

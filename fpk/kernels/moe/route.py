@@ -25,8 +25,8 @@ from torch import Tensor
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_near, expect_one_of, expect_rank, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import after_previous
+from fpk.kernels.moe._early import early
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, strided
 from fpk.shapes import MOE_TOKENS
@@ -198,7 +198,7 @@ def configs(logits: Tensor, **_: Any):
     M, width = bucket(logits.shape[0]), triton.next_power_of_2(logits.shape[1])
     if of(logits.device).arch == "cpu":  # the interpreter wants few programs
         yield Config(BLOCK_M=8, num_warps=4)
-    yield Config(BLOCK_M=max(1, 512 // width) if M > 64 else 1, num_warps=4 if width > 512 or M > 64 else 1)
+    yield Config(BLOCK_M=4 if width <= 32 and M >= 64 else 1, num_warps=1 if width <= 512 else 4)
     for rows in (1, 2, 4, 8, 16, 32):
         for warps in (1, 2, 4, 8):
             if rows <= max(M, 1) and 32 * warps <= rows * width <= 1024 * warps:
@@ -305,6 +305,6 @@ def route(
         SCORING=scoring, RENORMALIZE=renormalize or scoring == "topk_softmax", TOP_K=top_k,
         TOPK_GROUP=min(topk_group, groups), GROUPS=groups, SIZE=size, BLOCK_G=triton.next_power_of_2(groups),
         BLOCK_S=triton.next_power_of_2(size), BLOCK_P=triton.next_power_of_2(top_k),
-        **dependent(of(logits.device), M), **config,
+        **early(logits.device), **config,
     )  # fmt: skip
     return weights, ids

@@ -10,7 +10,7 @@ The order is that of a stable sort, so nothing depends on timing. No tile size i
 its tiles from offs by itself.
 
 Kernels: `rank`, one launch in which each program counts the smaller (expert, slot) pairs of its slots; `chunks`, two
-launches for many rows: histograms and ranks of chunks, then places.
+launches for many rows: histograms and ranks of chunks, then places; `scan`, three: a sum over the chunks between them.
 
 Source: the alignment and permutation steps of vLLM's fused MoE, without padding to a block size.
 """
@@ -25,8 +25,8 @@ from torch import Tensor
 from fpk.check import expect_dtype, expect_near, expect_rank
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import after_previous
+from fpk.kernels.moe._early import early
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator
 from fpk.shapes import MOE_LAYERS, MOE_TOKENS
@@ -113,9 +113,10 @@ def _rank_kernel(
 def _count_kernel(
     ids_ptr, map_ptr, rank_ptr, counts_ptr,
     R, num_experts, num_mapped, top_k, stride_im, stride_ik,
-    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Rows of each expert in a chunk of slots, and each slot's rank among those of its expert in the chunk."""
+    after_previous(PDL)
     chunk = tl.program_id(0)
     inside = tl.arange(0, CHUNK)
     slots = chunk * CHUNK + inside
@@ -136,13 +137,55 @@ def _count_kernel(
     tl.store(rank_ptr + slots, tl.sum(rank, axis=1), mask=mask)
 
 
+@triton.jit(do_not_specialize=["chunks"])
+def _scan_kernel(
+    counts_ptr, total_ptr, chunks,
+    PDL: tl.constexpr, BLOCK_E: tl.constexpr, STEP: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """COLS experts: their rows in earlier chunks, in the place of their rows in each chunk, and in all."""
+    after_previous(PDL)
+    bins = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    before = tl.zeros((COLS,), dtype=tl.int32)
+    for start in range(0, chunks, STEP):
+        chunk = start + tl.arange(0, STEP)
+        ptrs = counts_ptr + chunk[:, None].to(tl.int64) * BLOCK_E + bins[None, :]
+        mask = (chunk < chunks)[:, None] & (bins < BLOCK_E)[None, :]
+        counts = tl.load(ptrs, mask=mask, other=0)
+        tl.store(ptrs, tl.cumsum(counts, axis=0) - counts + before[None, :], mask=mask)
+        before += tl.sum(counts, axis=0)
+    tl.store(total_ptr + bins, before, mask=bins < BLOCK_E)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _scatter_kernel(
+    ids_ptr, map_ptr, rank_ptr, before_ptr, total_ptr, index_ptr, position_ptr, offs_ptr,
+    R, num_experts, num_mapped, top_k, stride_im, stride_ik,
+    PDL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A slot's place: rows of smaller experts, rows of its expert in earlier chunks, its rank in its own."""
+    after_previous(PDL)
+    chunk = tl.program_id(0)
+    bins = tl.arange(0, BLOCK_E)
+    total = tl.where(bins <= num_experts, tl.load(total_ptr + bins), 0)
+    ends = tl.cumsum(total, axis=0)
+    if chunk == 0:
+        tl.store(offs_ptr + bins, ends, mask=bins < num_experts)
+    first = ends - total + tl.load(before_ptr + chunk.to(tl.int64) * BLOCK_E + bins)
+    slots = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = slots < R
+    expert = _expert_of(ids_ptr, map_ptr, slots, mask, top_k, num_experts, num_mapped, stride_im, stride_ik)
+    places = tl.gather(first, expert, 0) + tl.load(rank_ptr + slots, mask=mask, other=0)
+    _store_places(index_ptr, position_ptr, slots, places, expert, mask, num_experts)
+
+
 @triton.jit(do_not_specialize=["R", "chunks"])
 def _place_kernel(
     ids_ptr, map_ptr, rank_ptr, counts_ptr, index_ptr, position_ptr, offs_ptr,
     R, chunks, num_experts, num_mapped, top_k, stride_im, stride_ik,
-    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A slot's place: rows of smaller experts, rows of its expert in earlier chunks, its rank in its own."""
+    after_previous(PDL)
     chunk = tl.program_id(0)
     bins = tl.arange(0, BLOCK_E)
     total = tl.zeros((STEP, BLOCK_E), dtype=tl.int32)
@@ -181,11 +224,16 @@ def configs(ids: Tensor, **_: Any):
         for step in (4, 8, 16):
             for warps in (4, 8):
                 yield Config(kernel="chunks", CHUNK=chunk, STEP=step, num_warps=warps)
+    for chunk in (64, 128, 256, 512):
+        for warps in (2, 4, 8):
+            yield Config(kernel="scan", CHUNK=chunk, num_warps=warps)
 
 
 def legal(config: Config, num_experts: int, **_: Any) -> bool:
     if config["kernel"] == "rank":
         return True
+    if config["kernel"] == "scan":
+        return _bins(num_experts) <= 2048
     # two sums of STEP counts an expert in registers, at most 64 elements a thread each
     return config["STEP"] * _bins(num_experts) <= 2048 * config["num_warps"]
 
@@ -232,7 +280,7 @@ def inputs(
         M=(0, 1, 17, 90, 200), E=(1, 2, 7, 33, 257), top_k=(1, 2, 6), mapped=(None, 0.0, 0.5, 1.0),
         kind=("normal", "one", "invalid"), dtype=(torch.int32, torch.int64), layout=("contiguous", "transposed"),
     ),
-    kernels=dict(rank=Kernel(_rank_kernel), chunks=Kernel(_place_kernel)),
+    kernels=dict(rank=Kernel(_rank_kernel), chunks=Kernel(_place_kernel), scan=Kernel(_scatter_kernel)),
     configs=configs, legal=legal, key=key, cost=cost,
     cases={
         f"{n}/T={t}": dict(M=t, E=experts, top_k=top_k, mapped=dropped or None)
@@ -266,9 +314,10 @@ def sort_by_expert(
     offs = torch.empty((num_experts,), dtype=torch.int32, device=ids.device)
     config = dict(config)
     sizes = (num_experts, 0 if expert_map is None else expert_map.shape[0], top_k, ids.stride(0), ids.stride(1))
-    if config.pop("kernel") == "rank":
+    kernel = config.pop("kernel")
+    if kernel == "rank":
         _rank_kernel[(triton.cdiv(R + num_experts, config["BLOCK_R"]),)](
-            ids, expert_map, index, position, offs, R, *sizes, **dependent(of(ids.device), M), **config
+            ids, expert_map, index, position, offs, R, *sizes, **early(ids.device), **config
         )
         return index, position, offs
     bins = _bins(num_experts)
@@ -278,8 +327,32 @@ def sort_by_expert(
     _count_kernel[(chunks,)](
         ids, expert_map, rank, counts, R, *sizes,
         CHUNK=config["CHUNK"], BLOCK_E=bins, STEP=min(32, 8192 // config["CHUNK"]), num_warps=config["num_warps"],
+        **early(ids.device),
     )  # fmt: skip
+    if kernel == "scan":
+        total = torch.empty((bins,), dtype=torch.int32, device=ids.device)
+        cols = min(bins, 32)
+        _scan_kernel[(triton.cdiv(bins, cols),)](
+            counts, total, chunks, BLOCK_E=bins, STEP=64, COLS=cols, num_warps=4, **early(ids.device)
+        )
+        _scatter_kernel[(chunks,)](
+            ids, expert_map, rank, counts, total, index, position, offs, R, *sizes, BLOCK_E=bins,
+            **early(ids.device), **config,
+        )  # fmt: skip
+        return index, position, offs
     _place_kernel[(chunks,)](
-        ids, expert_map, rank, counts, index, position, offs, R, chunks, *sizes, BLOCK_E=bins, **config
+        ids,
+        expert_map,
+        rank,
+        counts,
+        index,
+        position,
+        offs,
+        R,
+        chunks,
+        *sizes,
+        BLOCK_E=bins,
+        **early(ids.device),
+        **config,
     )
     return index, position, offs

@@ -1,0 +1,335 @@
+"""The table of expert layers of a GPU: every stage and the whole layer, for layers of real models.
+
+    python tests/bench/moe.py --csv FILE [--models NAME ...] [--schemes NAME ...] [--tokens T ...] [--jobs N]
+                              [--others FILE] [--minutes M]
+
+A layer goes from tokens and router logits to tokens; inputs rotate over several routings, so that few tokens do not
+find their experts in cache. `--others` names a Python file with functions `layer(case)` and `stage(case, name)` that
+give {name: callable of an index of a routing} or nothing: other implementations, timed in turns with fpk's. `--jobs`
+processes compile everything first. Run it on a quiet GPU.
+"""
+
+import argparse
+import csv
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tables import provenance
+from turns import time_in_turns
+
+import fpk.kernels  # noqa: F401  declares every op
+from fpk._moe import moe
+from fpk.api import Quantized
+from fpk.check import rel_error
+from fpk.op import OPS
+
+# experts, experts per token, hidden size, intermediate size
+MODELS = {
+    "mixtral_8x7b": (8, 2, 4096, 14336), "deepseek_v3_tp8": (256, 8, 7168, 256), "deepseek_v3": (256, 8, 7168, 2048),
+    "qwen3_30b_a3b": (128, 8, 2048, 768), "gpt_oss_120b": (128, 4, 2880, 2880),
+}  # fmt: skip
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+# weights, activations, and TFLOP/s that a matrix product of 8192^3 reached on an H200
+SCHEMES = {
+    "fp8_channel:fp8_token": 1561.0, "fp8_block128:fp8_group128": 1561.0, "int8_channel:int8_token": 1561.0,
+    "bf16": 781.0,
+}  # fmt: skip
+FIELDS = (
+    "model", "scheme", "routing", "T", "stage", "us", "other", "other_us", "ratio", "share", "gb_per_s", "tflops",
+    "error", "experts", "gpu", "torch", "triton", "date",
+)  # fmt: skip
+
+
+@dataclass
+class Case:
+    """A layer with some tokens: T tokens under `len(self.logits)` routings."""
+
+    model: str
+    scheme: str
+    T: int
+    routing: str
+    w13: Any
+    w2: Any
+    x: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return MODELS[self.model]
+
+    @property
+    def act(self) -> str:
+        return self.scheme.split(":")[1] if ":" in self.scheme else "none"
+
+
+def random_weights(E: int, N: int, K: int, scheme: str) -> Any:
+    made = []
+    for first in range(0, E, 16):
+        w = torch.randn((min(16, E - first), N, K), device="cuda", dtype=torch.bfloat16)
+        if scheme.startswith("fp8"):
+            w = (w * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        elif scheme.startswith("int8"):
+            w = (w * 40).clamp(-127, 127).to(torch.int8)
+        made.append(w)
+    codes = torch.cat([w.view(torch.uint8) if w.element_size() == 1 else w for w in made]).view(made[0].dtype)
+    if ":" not in scheme:
+        return codes
+    rows, cols = (-(-N // 128), -(-K // 128)) if "block" in scheme else (N, 1)
+    scale = torch.rand((E, rows, cols), device="cuda") * 1e-4 + 5e-5
+    return Quantized(codes, scale, scheme.split(":")[0], check=False)
+
+
+def with_tokens(case: Case) -> Case:
+    E, _, H, _ = case.sizes
+    for seed in range(4 if case.T <= 64 else 1):
+        g = torch.Generator("cuda").manual_seed(1000 * seed + case.T)
+        case.x.append(torch.randn((case.T, H), device="cuda", generator=g).to(torch.bfloat16))
+        if case.routing == "zipf":  # experts of probability 1 / rank: Gumbel noise over its logarithm
+            rank = torch.arange(1, E + 1, device="cuda").float()
+            noise = -torch.log(-torch.log(torch.rand((case.T, E), device="cuda", generator=g)))
+            case.logits.append(noise - torch.log(rank))
+        else:
+            case.logits.append(torch.randn((case.T, E), device="cuda", generator=g))
+    return case
+
+
+def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
+    """name: (call with the number of a routing, bytes that must move, flops)."""
+    (E, top_k, H, I), T = case.sizes, case.T
+    R, size = T * top_k, 2 if case.act == "none" else 1
+    routed = [OPS["route"](z, top_k) for z in case.logits]
+    ordered = [OPS["sort_by_expert"](ids, E) for _, ids in routed]
+    active = torch.stack([(torch.bincount(ids.flatten(), minlength=E) > 0).sum() for _, ids in routed]).float().mean()
+    held = float(active)
+    quantizer = {"fp8_token": "quantize_fp8_token", "fp8_group128": "quantize_fp8_group"}.get(
+        case.act, "quantize_int8_token"
+    )
+    groups = -(-H // 128) if "group" in case.act else 1
+    tokens = case.x if case.act == "none" else [OPS[quantizer](x) for x in case.x]
+    made: dict[str, tuple[Callable[[int], Any], int, int]] = {
+        "route": (lambda i: OPS["route"](case.logits[i], top_k), 4 * T * E + 8 * R, 0),
+        "sort": (lambda i: OPS["sort_by_expert"](routed[i][1], E), 12 * R, 0),
+    }
+    made["routing"] = (
+        lambda i: OPS["sort_by_expert"](OPS["route"](case.logits[i], top_k)[1], E), 4 * T * E + 20 * R, 0
+    )  # fmt: skip
+    if case.act != "none":
+        made["quantize"] = (lambda i: OPS[quantizer](case.x[i]), T * (3 * H + 4 * groups), 0)
+
+    def moved(i: int) -> Any:
+        if case.act == "none":
+            return OPS["moe_permute"](case.x[i], ordered[i][0], top_k)
+        return OPS["moe_permute"](tokens[i][0], ordered[i][0], top_k, tokens[i][1])
+
+    made["permute"] = (moved, 2 * R * (size * H + (4 * groups if size == 1 else 0)), 0)
+    rows = [moved(i) for i in range(len(case.x))]
+
+    def product(weight: Any, a: Any, i: int) -> Any:
+        offs = ordered[i][2]
+        if case.act == "none":
+            return OPS["grouped_mm"](a[0] if isinstance(a, tuple) else a, weight, offs)
+        name = "grouped_scaled_mm_group" if "group" in case.act else "grouped_scaled_mm"
+        return OPS[name](a[0], weight.codes, a[1], weight.scale, offs, fast_accum=True)
+
+    made["w13"] = (
+        lambda i: product(case.w13, rows[i], i),
+        int(held * 2 * I * H * size) + R * H * size + 2 * R * 2 * I, 4 * R * I * H,
+    )  # fmt: skip
+    hidden = torch.randn((R, 2 * I), device="cuda", dtype=torch.bfloat16)
+    activation = "act_and_mul" if case.act == "none" else f"act_and_mul_{quantizer}"
+    made["activation"] = (lambda i: OPS[activation](hidden), R * I * (4 + size), 0)
+    second = OPS[activation](hidden)
+    made["w2"] = (
+        lambda i: product(case.w2, second, i),
+        int(held * I * H * size) + R * I * size + 2 * R * H, 2 * R * I * H,
+    )  # fmt: skip
+    out = torch.randn((R, H), device="cuda", dtype=torch.bfloat16)
+    made["unpermute"] = (lambda i: OPS["moe_unpermute"](out, ordered[i][1], routed[i][0]), 2 * (R + T) * H, 0)
+    weights = int(held * 3 * I * H * size)
+    made["layer"] = (
+        lambda i: moe(
+            case.x[i], case.logits[i], case.w13, case.w2, top_k=top_k, act=case.act,
+            **({} if case.act == "none" else {"fast_accum": True}),
+        ),
+        weights, 6 * R * I * H,
+    )  # fmt: skip
+    return made
+
+
+def layer_error(case: Case) -> float:
+    """Of three tokens, against the references of the ops."""
+    (E, top_k, _, _), few = case.sizes, sorted({0, case.T // 2, case.T - 1})
+    x, logits = case.x[0][few], case.logits[0][few]
+    weights, ids = OPS["route"].reference(logits, top_k)
+    used = ids.unique()
+    local = torch.full((E,), -1, device="cuda", dtype=torch.int32)
+    local[used.long()] = torch.arange(len(used), device="cuda", dtype=torch.int32)
+
+    def kept(weight: Any) -> Any:
+        if not isinstance(weight, Quantized):
+            return weight[used.long()].float()
+        codes = weight.codes.view(torch.uint8)[used.long()].view(weight.codes.dtype)
+        return Quantized(codes, weight.scale[used.long()], weight.scheme, check=False).dequantize(torch.float32)
+
+    w13, w2 = kept(case.w13), kept(case.w2)
+    name = {
+        "fp8_token": "quantize_fp8_token",
+        "fp8_group128": "quantize_fp8_group",
+        "int8_token": "quantize_int8_token",
+    }
+
+    def fake(v: torch.Tensor) -> torch.Tensor:
+        if case.act == "none":
+            return v.float()
+        codes, scale = OPS[name[case.act]].reference(v)
+        return codes.float() * (scale.repeat_interleave(128, 1)[:, : v.shape[1]] if "group" in case.act else scale)
+
+    total = torch.zeros(x.shape, device="cuda")
+    for t in range(len(few)):
+        for j in range(top_k):
+            e = int(local[ids[t, j].long()])
+            hidden = (fake(x[t : t + 1]) @ w13[e].T).to(x.dtype)
+            hidden = OPS["act_and_mul"].reference(hidden)
+            total[t] += weights[t, j] * (fake(hidden) @ w2[e].T)[0]
+    options = {} if case.act == "none" else {"fast_accum": True}
+    out = moe(case.x[0], case.logits[0], case.w13, case.w2, top_k=top_k, act=case.act, **options)
+    return rel_error(out[few], total.to(x.dtype))
+
+
+def cases(options) -> Any:
+    """Cases in the order of their weights, which are made once."""
+    for model in options.models:
+        E, _, H, I = MODELS[model]
+        for scheme in options.schemes:
+            if "block" in scheme and (H % 128 or I % 128):
+                continue
+            w13, w2 = random_weights(E, 2 * I, H, scheme), random_weights(E, H, I, scheme)
+            for T in options.tokens:
+                for routing in ("balanced", "zipf") if T >= 64 else ("balanced",):
+                    yield with_tokens(Case(model, scheme, T, routing, w13, w2))
+            del w13, w2
+            torch.cuda.empty_cache()
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a large device copy, read and written."""
+    x = torch.empty(64 << 20, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    return 4 * x.numel() / time_in_turns({"copy": lambda _: y.copy_(x)}, [0], 20, 3)["copy"].us / 1e3
+
+
+def others_of(path: str | None) -> Any:
+    if path is None:
+        return None
+    spec = importlib.util.spec_from_file_location("others", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_all(options) -> None:
+    """Everything once, whatever fails."""
+    other = others_of(options.others)
+    for case in cases(options):
+        if case.routing != "balanced":
+            continue
+        for name, (call, _, _) in stages(case).items():
+            calls = [call]
+            if other is not None:
+                calls += list((other.layer(case) if name == "layer" else other.stage(case, name)).values())
+            for f in calls:
+                try:
+                    f(0)
+                except Exception as error:
+                    print(f"{case.model} {case.scheme} T={case.T} {name}: {type(error).__name__} {str(error)[:200]}")
+        torch.cuda.synchronize()
+
+
+def rows(case: Case, copy: float, other: Any, options) -> Any:
+    peak = SCHEMES[case.scheme]
+    sets = list(range(len(case.x))) * (3 if case.T <= 64 else 4 if case.T <= 256 else 1)  # a graph's start is no call
+    for name, (call, moved, flops) in stages(case).items():
+        if case.routing != "balanced" and name != "layer":
+            continue
+        calls: dict[str, Callable[[int], Any]] = {"fpk": call}
+        if other is not None:
+            calls |= other.layer(case) if name == "layer" else other.stage(case, name)
+        timed = None
+        while calls and timed is None:
+            try:
+                timed = time_in_turns(calls, sets, options.block_ms, options.rounds)
+            except Exception as error:  # drop what does not run
+                lost = list(calls)[-1]
+                print(f"{case.model} {case.scheme} T={case.T} {name} {lost}: {str(error)[:200]}", flush=True)
+                del calls[lost]
+        if timed is None or "fpk" not in timed:
+            continue
+        us = timed["fpk"].us
+        best = min((n for n in timed if n != "fpk"), key=lambda n: timed[n].us, default="")
+        limit = max(moved / copy / 1e3, flops / peak / 1e6)
+        yield dict(
+            model=case.model, scheme=case.scheme, routing=case.routing, T=case.T, stage=name, us=f"{us:.2f}",
+            other=best, other_us=f"{timed[best].us:.2f}" if best else "",
+            ratio=f"{timed[best].us / us:.3f}" if best else "", share=f"{limit / us:.3f}",
+            gb_per_s=f"{moved / us / 1e3:.0f}", tflops=f"{flops / us / 1e6:.1f}",
+            error=f"{layer_error(case):.2e}" if name == "layer" else "", experts=MODELS[case.model][0], **provenance(),
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--csv", required=True)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--schemes", nargs="*", default=list(SCHEMES)[:2])
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--others")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--block-ms", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only-compile", action="store_true")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    if options.only_compile:
+        return compile_all(options)
+    if options.jobs:
+        shares = [(m, s) for m in options.models for s in options.schemes]
+        command = [sys.executable, "-W", "ignore", __file__, "--csv", "-", "--only-compile"]
+        if options.others:
+            command += ["--others", options.others]
+        running = []
+        for half in range(max(1, min(2, options.jobs // max(1, len(shares))))):
+            tokens = [str(t) for t in options.tokens[half::2]] if options.jobs >= 2 * len(shares) else None
+            for m, s in shares:
+                more = ["--tokens", *(tokens or [str(t) for t in options.tokens])]
+                running.append(subprocess.Popen([*command, "--models", m, "--schemes", s, *more]))
+        for process in running:
+            try:
+                process.wait(max(1.0, 0.5 * 60 * options.minutes - (time.monotonic() - begun)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    copy = copy_bandwidth()
+    other = others_of(options.others)
+    with open(options.csv, "w", newline="") as file:
+        table = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        table.writeheader()
+        for case in cases(options):
+            if time.monotonic() - begun > 60 * options.minutes:
+                print("out of time", flush=True)
+                return
+            for row in rows(case, copy, other, options):
+                table.writerow(row)
+                file.flush()
+                print(*(f"{n}={row[n]}" for n in FIELDS[:13] if row[n] != ""), flush=True)
+
+
+if __name__ == "__main__":
+    main()
