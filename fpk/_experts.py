@@ -88,13 +88,14 @@ class QuantizedExperts(nn.Module):
                 raise ValueError(f"{name}.{key}: expected a tensor with data, got one on the meta device")
             expect_dtype(f"{name}.{key}", weight, *FLOAT_INPUTS)
             symmetric = pair.weight.format is INT8 and not pair.weight.product
-            codes = quantize(weight, pair.weight, **({"qmin": -127} if symmetric else {}))
+            symmetric_options: dict[str, Any] = {"qmin": -127} if symmetric else {}
+            codes = quantize(weight, pair.weight, **symmetric_options)
             if codes.scale.dtype is torch.float32:
                 expect_valid_scale(f"{name}.{key}_scale", codes.scale)
             made.append(codes)
         activation = pair.activation_name if pair.activation else None
-        biases = (getattr(module, f"{key}_bias", None) for key in MATRICES)
-        return cls(*made, activation, *biases, **layout["options"]).train(module.training)
+        bias13, bias2 = (getattr(module, f"{key}_bias", None) for key in MATRICES)
+        return cls(made[0], made[1], activation, bias13, bias2, **layout["options"]).train(module.training)
 
     @property
     def scheme(self) -> str:

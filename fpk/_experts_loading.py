@@ -1,7 +1,7 @@
 """Experts of a checkpoint into the modules that transformers models have for them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +56,11 @@ class ExpertsPlan:
         """E, H, I of a module."""
         module: Any = self.modules[name]
         if isinstance(module, QuantizedExperts):
-            experts, hidden, inter = module.weight("down_proj").shape or ()
-        else:
-            layout, shape = expert_layout(module), module.down_proj.shape
-            assert layout is not None
-            experts, hidden, inter = (shape[0], shape[2], shape[1]) if layout["transposed"] else shape
-        return experts, hidden, inter
+            experts, hidden, inter = cast(torch.Size, module.weight("down_proj").shape)
+            return experts, hidden, inter
+        layout, (experts, rows, cols) = expert_layout(module), module.down_proj.shape
+        assert layout is not None
+        return (experts, cols, rows) if layout["transposed"] else (experts, rows, cols)
 
     def check(self) -> None:
         """Raise for everything that headers and scales can tell."""
@@ -91,9 +90,9 @@ class ExpertsPlan:
         module, stored = self.modules[name], self.quantized[name]
         read = stored.read(self.source, device)
         options = module.options if isinstance(module, QuantizedExperts) else (expert_layout(module) or {})["options"]
-        biases = [self._bias(module, stored, role, device) for role in ("gate_up", "down")]
+        bias13, bias2 = (self._bias(module, stored, role, device) for role in ("gate_up", "down"))
         return QuantizedExperts(
-            read.gate_up, read.down, read.activation, *biases, read.input_scale13, read.input_scale2, **options
+            read.gate_up, read.down, read.activation, bias13, bias2, read.input_scale13, read.input_scale2, **options
         ).train(module.training)
 
     def _bias(self, module: nn.Module, stored: StoredExperts, role: str, device: torch.device) -> Tensor | None:

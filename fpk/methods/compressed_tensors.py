@@ -133,9 +133,9 @@ def _packed_spec(what: str, layout: str, weights: Mapping[str, Any], inputs: Map
         if kind[:3] == ("float", 4, 16):  # "local": blocks follow the data, the scale above them is fixed
             return LayerSpec(weight, "nvfp4_static" if kind[3] != True else "nvfp4", divides=True)  # noqa: E712
     elif kind[0] == "float" and kind[2] == 32 and kind[3] is True:
-        activation = {4: "mxfp4", 6: "mxfp6_e2m3", 8: "mxfp8_e4m3"}.get(inputs.get("num_bits", 0))
-        if activation:
-            return LayerSpec(weight, activation)
+        microscaled = {4: "mxfp4", 6: "mxfp6_e2m3", 8: "mxfp8_e4m3"}.get(inputs.get("num_bits", 0))
+        if microscaled:
+            return LayerSpec(weight, microscaled)
     else:
         activation = _activation(f"{what}.input_activations", inputs)
         if isinstance(activation, str):

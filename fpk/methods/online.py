@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fpk.check import FLOAT_INPUTS, expect_valid_scale, fp8_dtype, has_fp8_units
+from fpk.formats import E4M3FN, E8M0
 from fpk.kernels.quant.dequantize import dequantize
 from fpk.kernels.quant.quantize_fp8_block import quantize_fp8_block
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
@@ -81,7 +82,7 @@ class OnlineLinearMethod(QuantizedLinearMethod):
         """Quantize (N, K) weights into the layer's parameters, in place if it has them already."""
         parameters = self.quantize_weight(layer, weights["weight"])
         for name in parameters.keys() - {"weight"}:
-            expect_valid_scale(f"{name_of(layer)}.{name}", parameters[name])
+            expect_finite_scale(f"{name_of(layer)}.{name}", parameters[name])
         for name, tensor in parameters.items():
             replace(layer, name, tensor)
             layer._parameters[name].fixed_dtype = True
@@ -103,6 +104,17 @@ class OnlineLinearMethod(QuantizedLinearMethod):
     @abstractmethod
     def quantize_weight(self, layer: Any, weight: Tensor) -> dict[str, Tensor]:
         """Parameters by name from a weight (N, K): codes and scales."""
+
+
+def expect_finite_scale(what: str, scale: Tensor) -> None:
+    """Raise ValueError for a scale of weights that has no number: fp32, e8m0 bytes, or e4m3."""
+    if scale.dtype is torch.float32:
+        expect_valid_scale(what, scale)
+        return
+    raw = scale.view(torch.uint8)
+    bad = int((raw == E8M0.nan_code if scale.dtype is torch.uint8 else raw >= E4M3FN.nan_code).sum())
+    if bad:
+        raise ValueError(f"{what}: expected finite positive scales, {bad} of {raw.numel()} are not")
 
 
 class Fp8PerTensorOnlineLinearMethod(OnlineLinearMethod):

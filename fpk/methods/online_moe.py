@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fpk.api import Quantized, quantize
-from fpk.check import FLOAT_INPUTS, expect_valid_scale, fp8_dtype, has_fp8_units
+from fpk.check import FLOAT_INPUTS, fp8_dtype, has_fp8_units
 from fpk.formats import FP8, INT8, scheme_of
 from fpk.kernels.quant.amax import amax
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
@@ -18,6 +18,7 @@ from fpk.kernels.quant.quantize_int8_static import quantize_int8_static
 from fpk.methods.expert_weights import ExpertMatrix, Sizes
 from fpk.methods.loading import Loading, Streaming
 from fpk.methods.moe import ExpertWeights, FusedMoEMethod, add_expert_parameter
+from fpk.methods.online import expect_finite_scale
 from fpk.methods.parallel import reduce_max
 from fpk.methods.parameter import name_of, replace
 
@@ -96,9 +97,8 @@ class OnlineMoEMethod(FusedMoEMethod):
             made[f"{matrix}_{self.suffix}"] = self.stored_scale(quantized)
             if quantized.global_scale is not None:
                 made[f"{matrix}_weight_scale_2"] = quantized.global_scale.view(-1)
-        for name, tensor in made.items():
-            if tensor.dtype is torch.float32:
-                expect_valid_scale(f"{name_of(layer)}.{name}", tensor)
+        for name in made.keys() - {f"{matrix}_weight" for matrix in MATRICES}:
+            expect_finite_scale(f"{name_of(layer)}.{name}", made[name])
         for name, tensor in made.items():
             replace(layer, name, tensor)
             layer._parameters[name].fixed_dtype = True
