@@ -75,9 +75,9 @@ def test_unknown_names_are_told():
         bench.sweep("scaled_mm", ["llama9/*"], **QUICK)
 
 
-def test_every_op_has_small_cases_for_a_cpu():
+def test_every_op_hassmall_cases_for_a_cpu():
     for op in fpk.OPS.values():
-        small = bench._small_cases(op)
+        small = bench.small_cases(op)
         assert small and all(
             v <= bench.CPU_LIMITS[n] for c in small.values() for n, v in c.items() if n in bench.CPU_LIMITS
         )

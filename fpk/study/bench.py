@@ -110,7 +110,7 @@ def _cases(op: Op[..., Any], cases: Cases, device: str) -> Mapping[str, Mapping[
     if isinstance(cases, Mapping):
         return cases
     if cases is None:
-        return op.cases if torch.device(device).type == "cuda" else _small_cases(op)
+        return op.cases if torch.device(device).type == "cuda" else small_cases(op)
     found: dict[str, Mapping[str, Any]] = {}
     for pattern in cases:
         matching = [n for n in op.cases if fnmatch.fnmatchcase(n, pattern)]
@@ -120,7 +120,7 @@ def _cases(op: Op[..., Any], cases: Cases, device: str) -> Mapping[str, Mapping[
     return found
 
 
-def _small_cases(op: Op[..., Any]) -> dict[str, dict[str, Any]]:
+def small_cases(op: Op[..., Any]) -> dict[str, dict[str, Any]]:
     """The op's cases cut to `CPU_LIMITS`, each once, named by their sizes."""
     cut = [{n: min(v, CPU_LIMITS[n]) if n in CPU_LIMITS else v for n, v in case.items()} for case in op.cases.values()]
     return {" ".join(f"{n}={v}".replace(" ", "") for n, v in case.items()): case for case in cut}
