@@ -181,17 +181,18 @@ class FusedMoEMethod(ABC):
             raise ValueError(f"{name_of(layer)}.x: expected (T, {H}), got {tuple(x.shape)}")
         weights = self.get_fused_moe_quant_config(layer)
         padding = layer.experts.hidden - x.shape[1]
+        shared = None
+        if shared_experts is not None:  # added in fp32, before the sum over the experts is rounded
+            shared = shared_experts(x if shared_experts_input is None else shared_experts_input)
         out = moe_experts(
             F.pad(x, (0, padding)) if padding else x, topk_weights, topk_ids, weights.w13, weights.w2, act=weights.act,
             bias13=weights.bias13, bias2=weights.bias2, expert_map=getattr(layer, "expert_map", None),
             apply_router_weight_on_input=getattr(layer, "apply_router_weight_on_input", False),
             input_scale13=weights.input_scale13, input_scale2=weights.input_scale2, fast_accum=self.fast_accum,
+            residual=F.pad(shared, (0, padding)) if padding and shared is not None else shared,
             **activation_of(layer, layer.experts.gated), **dict(weights.options),
         )  # fmt: skip
-        out = out[:, : x.shape[1]] if padding else out
-        if shared_experts is None:
-            return out
-        return torch.add(out, shared_experts(x if shared_experts_input is None else shared_experts_input))
+        return out[:, : x.shape[1]] if padding else out
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """Route as the layer says, then `apply`.

@@ -271,9 +271,9 @@ def test_shared_experts_and_both_entries():
     x, weights, ids, out = run(layer)
     shared = torch.nn.Linear(H, H, bias=False, dtype=x.dtype, device=x.device)
     method = layer.quant_method
-    assert torch.equal(method.apply(layer, x, weights, ids, shared), out + shared(x))
+    assert rel_error(method.apply(layer, x, weights, ids, shared), out + shared(x)) < 0.004
     other = random_x(5, H, seed=7)
-    assert torch.equal(method.apply(layer, x, weights, ids, shared, other), out + shared(other))
+    assert rel_error(method.apply(layer, x, weights, ids, shared, other), out + shared(other)) < 0.004
     logits = randn(5, E, seed=5)
     layer.renormalize = False
     assert_close(method.apply_monolithic(layer, x, logits), method.apply(layer, x, *routed(5)), 1e-5)

@@ -77,7 +77,7 @@ def int8(weight, dynamic):
     )  # fmt: skip
 
 
-def load_int8(layer, weight, dynamic, zeros=None, input_zeros=None, seed=0):
+def load_int8(layer, weight, dynamic, zeros=None, input_zeros=None, seed=0, scales=None):
     """Codes, scales (and zero points) of a seeded checkpoint; the values they stand for, w13 and w2."""
     values = {}
     for i, (name, w) in enumerate(matrices(seed).items()):
@@ -95,9 +95,10 @@ def load_int8(layer, weight, dynamic, zeros=None, input_zeros=None, seed=0):
             if zeros is not None:
                 put(layer, f"{matrix_of(name)}_weight_zero_point", z.to(torch.int8), name, e)
             if not dynamic:
-                put(layer, f"{matrix_of(name)}_input_scale", torch.tensor(0.02 + 0.005 * e), name, e)
+                given = 0.02 + 0.005 * e if scales is None else scales[e]
+                put(layer, f"{matrix_of(name)}_input_scale", torch.tensor(given), name, e)
                 if input_zeros is not None:
-                    put(layer, f"{matrix_of(name)}_input_zero_point", torch.tensor(input_zeros[e]), name, e)
+                    put(layer, f"{matrix_of(name)}_input_zero_point", input_zeros[e], name, e)
     done(layer)
     return torch.cat([values["w1"], values["w3"]], 1), values["w2"]
 
@@ -125,6 +126,46 @@ def test_int8_all_four(weight, dynamic):
     assert rel_error(out, expected(x, weights, ids, ours13, w2, act, bias13=bias)) < 0.008
     act = "int8_token" if dynamic else "int8_tensor_static"
     assert layer.quant_method.scheme(layer) == f"int8_{weight}:{act}"
+
+
+@pytest.mark.parametrize("weight", ("tensor", "channel"))
+@pytest.mark.parametrize("inputs", ("dynamic", "static", "asymmetric", "uneven"))
+def test_int8_zero_points_count(weight, inputs):
+    """Of weights and of static activations; experts whose activations differ get the range that holds them all."""
+    dynamic = inputs == "dynamic"
+    layer = layer_of(int8(weight, dynamic))
+    zeros = {"asymmetric": [9] * E, "uneven": [9, -20, 0, 31]}.get(inputs)
+    given = None if zeros is None else [torch.tensor(z, dtype=torch.int8) for z in zeros]
+
+    def weight_zeros(scale, i):
+        return torch.full_like(scale, -7.0 + 5 * i)
+
+    scales = [0.02 + (0.005 * e if inputs != "asymmetric" else 0) for e in range(E)]
+    w13, w2 = load_int8(layer, weight, dynamic, weight_zeros, given, scales=scales)
+    assert layer.w2_weight_zero_point is not None and (layer.w13_weight_zero_point is None) == (weight == "tensor")
+    ours13, ours2 = layer.quant_method.dequantize(layer)
+    assert rel_error(ours13, w13) < (0.012 if weight == "tensor" else 1e-6)
+    assert_close(ours2, w2, 1e-6)
+    act = ACTS["int8_token"]
+    if inputs == "static":
+        act = static(torch.tensor(scales[-1]))
+    elif inputs == "asymmetric":
+        act = static(torch.tensor(0.02), 9)
+    elif inputs == "uneven":
+        low = min(s * (-128 - z) for s, z in zip(scales, zeros, strict=True))
+        high = max(s * (127 - z) for s, z in zip(scales, zeros, strict=True))
+        scale = torch.tensor((high - low) / 255)
+        act = static(scale, float((-128 - low / scale).round()))
+        assert layer.w13_input_zero_point.shape == () and layer.w13_input_zero_point != 0
+    x, weights, ids, out = run(layer)
+    assert rel_error(out, expected(x, weights, ids, ours13, ours2, act)) < 0.008
+
+
+def test_int8_zero_points_of_dynamic_activations_are_refused():
+    layer = layer_of(int8("channel", True))
+    put(layer, "w2_input_zero_point", torch.tensor(3, dtype=torch.int8), "w2", 1)
+    with pytest.raises(ValueError, match="w2_input_zero_point: expected zeros with dynamic activations"):
+        load_int8(layer, "channel", True)
 
 
 def test_int8_shards_with_one_scale_stay_as_they_are():
