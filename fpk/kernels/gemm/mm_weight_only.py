@@ -53,6 +53,7 @@ from fpk.kernels.gemm._mm import (
     store_tile,
     tile_space,
 )
+from fpk.kernels.gemm._warps_space import weight_only_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, scales, strided
 from fpk.shapes import linear_cases
@@ -164,13 +165,15 @@ def _weight_only_kernel(
         store_tile(out_ptr + part.to(tl.int64) * M * N, acc, offs_m, offs_n, M, N, N)
 
 
-def configs(a: Tensor, cols: int, **_: Any):
+def configs(a: Tensor, b: Tensor, cols: int, **_: Any):
     M = bucket(a.shape[0])
     wide = 64 if cols < 0 else max(16, min(64, cols & -cols))
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(
             kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
         )
+    if of(a.device).arch == "sm90":
+        yield from weight_only_configs(M, b.shape[0], of(a.device).sm_count)
     yield from few_tokens(M, (16, 16, 128, 128, 8, 3), (64, 64, 64, 128, 4, 3))
     if M <= 64:
         yield Config(

@@ -58,6 +58,7 @@ from fpk.kernels.gemm._mm import (
     tile_space,
     warps_fit,
 )
+from fpk.kernels.gemm._warps_space import scaled_mm_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales, strided
 from fpk.shapes import linear_cases
@@ -184,6 +185,9 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(**tile, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
     M = bucket(a.shape[0])
+    if of(a.device).arch == "sm90":
+        is_int8 = a.dtype is torch.int8
+        yield from scaled_mm_configs(M, b.shape[0], not fast_accum and not is_int8, is_int8, of(a.device).sm_count)
     yield from few_tokens(M, (16, 16, 64, 256, 4, 3))
     if M <= 64:
         yield Config(

@@ -61,6 +61,7 @@ from fpk.kernels.gemm._mm import (
     tile_space,
     warps_fit,
 )
+from fpk.kernels.gemm._warps_space import group_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, scales, strided
 from fpk.shapes import linear_cases
@@ -223,6 +224,8 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **
         yield Config(
             kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
         )
+    if wide == 128 and of(a.device).arch == "sm90":
+        yield from group_configs(M, b.shape[0], of(a.device).sm_count)
     if wide == 128:
         yield from few_tokens(M, (16, 16, 64, 128, 4, 4), (64, 64, 128, 128, 4, 6))
     if M <= 64:
@@ -235,10 +238,8 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **
     if M >= 256:
         yield Config(kernel="persistent", GROUP_M=8, FLATTEN=False, PER_SM=2, num_stages=3, **tile)
     yield Config(kernel="tile", SWAP=False, GROUP_M=8, num_stages=3, **tile)
-    for k in (128, 64, 32):
-        small = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4)
-        yield Config(kernel="segment", SWAP=False, GROUP_M=8, num_stages=2, **small)
-
+    segment = dict(kernel="segment", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+    yield from (Config(**segment, BLOCK_K=k) for k in (128, 64, 32))
     yield from tile_space(M, (32, 64, 128))
     yield from persistent_space(
         M, ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 8, 1), (128, 64, 4, 2), (64, 256, 8, 1)),

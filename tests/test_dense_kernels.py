@@ -1,0 +1,108 @@
+"""Where the kernels written for Hopper are candidates, and what they are refused for. Their results: test_ops on a GPU."""
+
+import pytest
+import torch
+
+import fpk.kernels  # noqa: F401  declares every op
+from fpk.device import pretend
+from fpk.kernels.gemm._gluon import consumer_tile
+from fpk.kernels.gemm._warps_space import early, split_for, warps, weight_warps
+from fpk.op import OPS
+from fpk.tune.arguments import legal_candidates, outline
+
+SIZE = dict(M=256, N=512, K=1024)
+USUAL = {
+    "scaled_mm": warps(128, 128, 4),
+    "scaled_mm_group": warps(128, 128, 4),
+    "mm_weight_only": weight_warps(64, 128, 3),
+}
+
+
+def legal(name, config, arch="sm90", **case):
+    op = OPS[name]
+    with pretend(arch) as device:
+        return op.is_legal(config, outline(op, SIZE | case), device)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_only_on_hopper(name):
+    assert legal(name, USUAL[name])
+    for arch in ("sm89", "sm100", "sm120", "gfx950", "cpu"):
+        assert not legal(name, USUAL[name], arch)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_candidates_elsewhere_are_plain_triton(name):
+    for arch in ("sm89", "sm100", "gfx950"):
+        with pretend(arch) as device:
+            found = legal_candidates(OPS[name], outline(OPS[name], SIZE), device)
+        assert found and all(c["kernel"] != "warps" and "PREFETCH" not in c for c in found)
+
+
+@pytest.mark.parametrize("M", [1, 64, 256, 4096])
+@pytest.mark.parametrize("name", USUAL)
+def test_hopper_has_many_candidates(name, M):
+    with pretend("sm90") as device:
+        found = legal_candidates(OPS[name], outline(OPS[name], dict(M=M, N=4096, K=7168)), device)
+    assert sum(c["kernel"] == "warps" for c in found) >= 5
+    assert any(c["kernel"] in ("tile", "segment") for c in found)
+    if M <= 64:
+        assert any(c.get("PREFETCH") for c in found)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_rows_that_descriptors_cannot_read(name):
+    assert not legal(name, USUAL[name], K=1032, layout="rows")  # rows of an odd number of 16 bytes
+    assert not legal(name, USUAL[name], layout="offset")
+    asks = early(16, 64, 128, 3, 2, 1024, swap=name != "mm_weight_only")
+    assert legal(name, asks, M=16) and not legal(name, asks, M=16, layout="offset")
+
+
+def test_output_rows_of_16_bytes():
+    assert not legal("scaled_mm", USUAL["scaled_mm"], N=500)
+    assert legal("scaled_mm", warps(64, 128, 4, swap=True), N=500)  # writes by pointers
+    assert legal("mm_weight_only", USUAL["mm_weight_only"], N=500)
+
+
+def test_sums_must_fit_registers():
+    assert legal("scaled_mm", warps(256, 128, 4), fast_accum=True)
+    assert not legal("scaled_mm", warps(256, 128, 4), fast_accum=False)
+    assert not legal("scaled_mm", warps(256, 256, 2), fast_accum=True)
+    assert legal("scaled_mm", warps(256, 128, 4), dtype=torch.int8)
+    assert not legal("scaled_mm_group", warps(256, 128, 3))
+    assert not legal("mm_weight_only", weight_warps(256, 128, 2))
+
+
+def test_buffers_must_fit_shared_memory():
+    assert not legal("scaled_mm", warps(256, 128, 5), fast_accum=True)
+    assert not legal("scaled_mm", warps(256, 128, 4), fast_accum=True, out_dtype=torch.float32)
+    assert not legal("mm_weight_only", weight_warps(128, 256, 4))
+
+
+def test_scales_of_group_products():
+    group = USUAL["scaled_mm_group"]
+    assert not legal("scaled_mm_group", group, scale_format="e8m0")
+    assert not legal("scaled_mm_group", group, dtype=torch.int8)
+    assert not legal("scaled_mm_group", group, blocks=(128, 64, 128))  # two weight scales in a tile
+    assert not legal("scaled_mm_group", group, offsets=(64, 0))
+    assert legal("scaled_mm_group", warps(128, 128, 4, swap=True), offsets=(64, 0))  # 64 weight rows a consumer
+    assert not legal("mm_weight_only", USUAL["mm_weight_only"], granularity=(1, 64))  # a step would straddle scales
+
+
+@pytest.mark.parametrize(
+    ("config", "tile"),
+    [
+        (warps(256, 128, 4), (128, 128)),
+        (warps(128, 256, 4), (64, 256)),
+        (warps(64, 256, 4), (64, 128)),
+        (warps(16, 128, 4, swap=True), (64, 16)),
+        (warps(32, 64, 4, swap=True), (64, 16)),
+    ],
+)
+def test_consumers_halve_one_operand(config, tile):
+    assert consumer_tile(config) == tile
+
+
+@pytest.mark.parametrize(("tiles", "split"), [(200, 1), (132, 1), (64, 4), (33, 4), (16, 8), (1, 8)])
+def test_split_for(tiles, split):
+    assert split_for(tiles, 132) == split
