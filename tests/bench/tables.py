@@ -8,6 +8,8 @@ Run it on a quiet GPU. README's numbers are generated from the CSV files it writ
 import argparse
 import csv
 import datetime
+import functools
+import importlib.util
 import itertools
 import random
 import sys
@@ -146,6 +148,30 @@ def mm(options) -> Iterator[dict]:
                     yield dict(product=product, layer=layer) | row
 
 
+def more_peers(options, product: str, size: dict, fast: bool) -> dict:
+    """{name: call of one argument set} of the file that `--peers` names: `calls(product, M, N, K, fast_accum)`."""
+    if not options.peers:
+        return {}
+    spec = importlib.util.spec_from_file_location("peers_of_products", options.peers)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.calls(product, size["M"], size["N"], size["K"], fast)
+
+
+@functools.cache
+def limits() -> tuple[float, float]:
+    """(bytes a microsecond that a large reading reduction reaches, microseconds of an empty kernel in a graph)."""
+    large, small = torch.empty(1 << 29, device="cuda"), torch.zeros(1, device="cuda")
+    us = time_in_turns({"read": lambda _: large.sum()}, [0], 20, 3)["read"].us
+    empty = time_in_turns({"empty": lambda _: _nothing[(1,)](small)}, [0] * 50, 10, 3)["empty"].us
+    return large.numel() * 4 / us, empty
+
+
+@triton.jit
+def _nothing(x_ptr):
+    pass
+
+
 def one_product(op, product, arguments, size, fast, options) -> dict:
     m, n, k = size["M"], size["N"], size["K"]
     more = arguments | (dict(fast_accum=fast) if op.name == "scaled_mm" else {})
@@ -172,16 +198,26 @@ def one_product(op, product, arguments, size, fast, options) -> dict:
             calls["peer"] = lambda s: peer(**s)
         except Exception as problem:
             peer, peer_error = None, f"{type(problem).__name__}: {problem}"[:80]
+    others = more_peers(options, product, size, fast)
+    for name, call in list(others.items()):
+        try:
+            others[name] = rel_error(call(sets[0]), expected)
+            calls[name] = call
+        except Exception as problem:
+            print(f"{product} {size} {name}: {type(problem).__name__}: {problem}"[:200], flush=True)
     del expected
     timed = time_in_turns(calls, sets, options.block_ms, options.rounds)
     us = timed["fpk"].us
     cost = op.cost(**bound)
+    rivals = {name.replace("peer", "torch"): t.us for name, t in timed.items() if name not in ("fpk", "default")}
+    best = min(rivals, key=rivals.get, default="")
     return dict(
         M=m, N=n, K=k, fast_accum=int(fast), us=round(us, 2), default_us=round(timed["default"].us, 2),
-        peer_us=round(timed["peer"].us, 2) if "peer" in timed else "",
-        ratio=round(timed["peer"].us / us, 3) if "peer" in timed else "",
+        peer_us=round(rivals[best], 2) if best else "", ratio=round(rivals[best] / us, 3) if best else "",
         tflops=round(cost.flops / us / 1e6, 1), gb_per_s=round(cost.bytes / us / 1e3), error=f"{error:.2e}",
-        peer_error=f"{peer_error:.2e}" if "peer" in timed else peer_error, tried=tried, config=config,
+        peer_error=f"{others.get(best, peer_error):.2e}" if best else peer_error, tried=tried, config=config,
+        peer=best, peers=" ".join(f"{n}={us:.2f}" for n, us in rivals.items()),
+        floor_us=round(cost.bytes / limits()[0] + limits()[1], 2),
     )  # fmt: skip
 
 
@@ -196,6 +232,7 @@ def main() -> int:
     parser.add_argument("--layers", nargs="*")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 1024, 4096])
     parser.add_argument("--products", nargs="*", default=["fp8_token"], choices=list(PRODUCTS))
+    parser.add_argument("--peers", help="a Python file with calls(product, M, N, K, fast_accum) -> {name: call}")
     parser.add_argument("--fast", type=int, nargs="*", default=[1, 0])
     options = parser.parse_args()
     count = 0
