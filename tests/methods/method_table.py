@@ -20,6 +20,7 @@ from fpk import methods
 from fpk.check import rel_error
 from fpk.formats import E4M3FN, INT8, encode
 from fpk.methods import Fp8Config, Linear, MoEConfig, RoutedExperts
+from fpk.methods._families import LayerSpec
 
 COLUMNS = ("method", "scheme", "loads", "matches", "graph", "fullgraph", "reload")
 T, E, TOP_K = 12, 4, 2
@@ -45,6 +46,22 @@ LINEAR: dict[str, list[Callable[[], Any]]] = {
         lambda: methods.Fp8LinearMethod(serialized()),
         lambda: methods.Fp8LinearMethod(serialized(activation_scheme="static")),
         lambda: methods.Fp8LinearMethod(serialized(**BLOCK)),
+    ],
+    "SchemeLinearMethod": [
+        lambda spec=spec: methods.SchemeLinearMethod(LayerSpec(*spec), "quark")
+        for spec in (
+            ("fp8_channel", "fp8_token"),
+            ("int8_channel", "int8_token"),
+            ("int8_tensor", "int8_tensor_static"),
+            ("mxfp4", "mxfp4"),
+            ("mxfp4", None),
+            ("mxfp4", "fp8_tensor_static"),
+            ("mxfp6_e2m3", "mxfp6_e2m3"),
+            ("mxfp6_e3m2", None),
+            ("mxfp8_e4m3", "mxfp8_e4m3"),
+            ("nvfp4", "nvfp4_static"),
+            ("nvfp4", None),
+        )
     ],
     "UnquantizedLinearMethod": [methods.UnquantizedLinearMethod],
     **{name: [getattr(methods, name)] for name in sorted(methods.__all__) if name.endswith("OnlineLinearMethod")},
@@ -157,7 +174,7 @@ class Case:
         x = inputs[0]
         if not self.experts:
             act = layer.quant_method.scheme(layer).partition(":")[2] or "none"
-            scale = getattr(layer, "input_scale", None)
+            scale = getattr(layer, "static_scale", getattr(layer, "input_scale", None))
             fake = rounder(act, None if scale is None else scale.view(1, 1))
             return (fake(x) @ layer.dequantize().T).to(x.dtype)
         found = layer.quant_method.get_fused_moe_quant_config(layer)
