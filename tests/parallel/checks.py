@@ -12,7 +12,7 @@ from torch import Tensor
 import fpk
 from fpk.api import Quantized, quantize
 from fpk.check import bits, rel_error
-from fpk.parallel import ExpertParallel, Group, Placement, row_parallel, shard_experts
+from fpk.parallel import Balancer, ExpertParallel, Group, Placement, row_parallel, shard_experts
 
 WIDE = 512  # input of linear layers
 Parts = dict[int, Group | None]  # the first ranks by their number
@@ -231,3 +231,44 @@ def dying(parts: Parts, ranks: int) -> tuple[str, float]:
     except RuntimeError as error:
         return str(error), time.monotonic() - begun
     return "nothing", 0.0
+
+
+def balanced(parts: Parts, ranks: int) -> dict[str, Any]:
+    """A layer whose experts get copies and move while it serves: its outputs all the while, and the ranks' loads."""
+    part = parts[ranks]
+    if part is None:
+        return {}
+    w13, w2 = layer_of("fp8_block128")
+    x, weights, ids = tokens()
+    ids[:, 0] = 7  # one expert has most of the load
+    whole = fpk.moe_experts(x, weights, ids, w13, w2, act="fp8_group128")
+    slots = [s % EXPERTS for s in range(EXPERTS + 2)]
+    mine = tuple(slots[part.rank * 3 : part.rank * 3 + 3])
+    w13, w2 = held(w13, mine), held(w2, mine)
+    parts_of = dict(w13=w13.codes, w13_scale=w13.scale, w2=w2.codes, w2_scale=w2.scale)
+    where = [t.data_ptr() for t in parts_of.values()]
+    balancer = Balancer(part, EXPERTS, parts_of, redundant=2)
+    layer = ExpertParallel(part, balancer.placement, payload="fp8_group128")
+    at = slices(part.size)[part.rank]
+    found: dict[str, Any] = dict(errors=[], loads=[], slots=[])
+
+    def experts(rows, weights, ids):
+        return fpk.moe_experts(rows, weights, ids, w13, w2, act="fp8_group128", expert_map=layer.expert_map)
+
+    def serve() -> None:
+        given = balancer.route(weights[at], ids[at])
+        found["errors"].append(compare(layer(x[at], *given, experts), whole[at])["error"])
+
+    serve()
+    for _ in range(2):
+        found["loads"].append(part.all_reduce(balancer.loads.clone()).tolist())
+        plan = balancer.plan()
+        balancer.move(plan)
+        serve()  # by the old slots
+        balancer.commit()
+        found["slots"].append(list(balancer.slots))
+        balancer.loads.zero_()
+        serve()
+    found["loads"].append(part.all_reduce(balancer.loads.clone()).tolist())
+    found["stayed"] = where == [t.data_ptr() for t in parts_of.values()]
+    return found

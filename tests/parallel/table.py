@@ -52,6 +52,7 @@ FUNCTIONS = {
 
 # what goes wrong at the end, and on how many ranks; the last leaves the world with a rank less
 FAULTS = {"uncovered": 2, "disagreeing": 2, "dying": 4}
+OTHERS = {"balanced": 4}
 
 
 def placements(column: str) -> tuple[int, Placement | None]:
@@ -96,7 +97,7 @@ def results() -> dict[str, list[Any]]:
     import checks
 
     asked = [(str(i), getattr(checks, cell[5]), cell[6]) for i, cell in enumerate(cells())]
-    asked += [(name, getattr(checks, name), (ranks,)) for name, ranks in FAULTS.items()]
+    asked += [(name, getattr(checks, name), (ranks,)) for name, ranks in {**OTHERS, **FAULTS}.items()]
     with tempfile.TemporaryDirectory() as folder:
         answers = world.run(4, asked, str(Path(folder) / "store"))
     return {n: [str(a) if isinstance(a, Exception) else a for a in given] for n, given in answers.items()}
@@ -146,8 +147,8 @@ def main(path: str) -> int:
                 equal = check(method)
                 wrong += not equal
                 writer.writerow([method, scheme, column, "layer", int(equal), "0.0e+00" if equal else "inf", 0.0])
-    for name in FAULTS:
-        print(name, [str(answer)[:200] for answer in answers[name]])
+    for name in (*OTHERS, *FAULTS):
+        print(name, [str(answer)[:300] for answer in answers[name]])
     print(f"{wrong} cells are wrong")
     return int(wrong > 0)
 

@@ -10,6 +10,7 @@ from table import EP, FAULTS, cells, results, verdict
 
 from fpk.db import Empty, MemorySource, Tables
 from fpk.parallel import Placement, join
+from fpk.parallel.balance import arranged, source_of
 from fpk.parallel.watch import Watch
 
 CELLS = cells()
@@ -31,6 +32,21 @@ def test_most_layers_with_experts_on_ranks_are_equal_in_every_bit(answers):
     placed = [i for i, cell in enumerate(CELLS) if cell[4] == EP]
     equal = [verdict(answers[str(i)])[0] for i in placed]
     assert sum(equal) >= 0.7 * len(placed)
+
+
+def test_experts_move_while_their_layer_serves(answers):
+    """The second plan sees the same loads and moves nothing."""
+    for found in answers["balanced"]:
+        assert max(found["errors"]) <= EP and found["stayed"]
+        first, again = found["slots"]
+        assert first == again and sorted(set(first)) == list(range(10)) and first.count(7) == 3
+    before, _, after = answers["balanced"][0]["loads"]
+    assert sum(before) == sum(after)
+
+    def busiest(loads):
+        return max(sum(loads[r * 3 : r * 3 + 3]) for r in range(4))
+
+    assert busiest(after) < busiest(before)
 
 
 def test_an_expert_that_no_rank_has(answers):
@@ -107,6 +123,24 @@ def test_a_silent_rank_is_noticed():
         watches[0].check()
     watches[0].stop()
     watches[1].check()
+
+
+# ---- balance -------------------------------------------------------------------------------------------------------
+def test_copies_go_to_the_loaded_and_little_moves():
+    before = [0, 1, 2, 3, 0, 1]
+    assert arranged([1, 1, 1, 1], before, 2) == before
+    after = arranged([10, 1, 1, 1], before, 2)
+    assert sorted(after) == [0, 0, 0, 1, 2, 3] and sum(a != b for a, b in zip(after, before, strict=True)) == 1
+    loads = [0, 5, 90, 3, 2, 0, 0, 1]
+    after = arranged(loads, [s % 8 for s in range(12)], 4)
+    assert after.count(2) == 5 and set(after) == set(range(8))
+    assert {e for e in after[:3]} & {e for e in after[3:6]} & {e for e in after[6:9]} == {2}
+
+
+def test_weights_come_from_the_own_rank_if_they_can():
+    assert source_of(2, 0, [0, 1, 2, 0, 1, 2], 3) == 0
+    assert source_of(5, 0, [0, 1, 2, 0, 1, 2], 3) == 3
+    assert {source_of(s, 0, [0, 0, 1, 1, 2, 2, 2, 2], 2) for s in (4, 5, 6, 7)} == {0, 1}
 
 
 # ---- placements ----------------------------------------------------------------------------------------------------
