@@ -133,7 +133,7 @@ def _split_kernel(
     odd = tl.zeros((BLOCK_H, BLOCK_DV // PARTS), tl.float32)
     k_base, v_base = k_ptr + h * stride_kh, v_ptr + h * stride_vh
     pages = table_ptr + b * stride_tb
-    coming = 0
+    coming = offs_n  # the pages of a step, if AHEAD
     if AHEAD:
         coming = tl.load(pages + (begin + offs_n) // PAGE, mask=begin + offs_n < end, other=0)
     for n in range(begin, end, BLOCK_N):
