@@ -20,7 +20,7 @@ def no_product(weight: Scheme, activation: Scheme | None) -> str:
             f"weights; use a scale per token or per group"
         )
     if weight.product:
-        fits = "zero_point" not in activation.outputs
+        fits = "zero_point" not in activation.outputs and activation.product != "int4"
     else:
         # fp8 and int8 products: the same kind of codes on both sides, and nothing that they do not decode
         fits = activation.product in ("", "mxfp8_e4m3", "mxfp8_e5m2")
