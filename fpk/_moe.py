@@ -258,7 +258,8 @@ def _activated(
         parameters = parameters | dict(dtype=dtype)
     if scheme.granularity.cols > 0:
         parameters = parameters | dict(group=scheme.granularity.cols, scale_format=scheme.scale_format)
-    return Quantized(*OPS[fused](hidden, **parameters), scheme.name, check=False)
+    codes, scale = OPS[fused](hidden, **parameters)
+    return Quantized(codes, scale, scheme.name, check=False)
 
 
 def _fp8_dtype(scheme: Scheme, weight: Weight) -> torch.dtype | None:

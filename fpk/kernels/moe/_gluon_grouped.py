@@ -112,22 +112,19 @@ def _fetch(
 
 
 @gluon.jit
-def _put(out_desc, buf, tile, row, column):
-    """Write a tile through shared memory, in two halves of its columns."""
-    HALF: gl.constexpr = tile.shape[1] // 2
-    first, second = tile.reshape((tile.shape[0], 2, HALF)).permute((0, 2, 1)).split()
-    tma.store_wait(0)
+def _put(out_desc, buf, piece, row, column):
+    """Write 64 columns of a tile through shared memory, while the piece before it may still be on its way."""
+    tma.store_wait(1)
     barrier()
-    buf.store(first)
+    buf.store(piece)
     fence_async_shared()
     barrier()
     tma_store(out_desc, [row, column], buf)
-    tma.store_wait(0)
-    barrier()
-    buf.store(second)
-    fence_async_shared()
-    barrier()
-    tma_store(out_desc, [row, column + HALF], buf)
+
+
+@gluon.jit
+def _halves(tile):
+    return tile.reshape((tile.shape[0], 2, tile.shape[1] // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -238,7 +235,20 @@ def _multiply(
             if expert == E:  # whatever its rows and their scales hold
                 out = gl.zeros((64, BLOCK_N), gl.float32, L)
             if out_desc is not None and row + 64 <= end:
-                _put(out_desc, out_bufs.index(W), out.to(out_ptr.dtype.element_ty), row, n * BLOCK_N)
+                tile_out = out.to(out_ptr.dtype.element_ty)
+                column = n * BLOCK_N
+                if BLOCK_N == 256:
+                    left, right = _halves(tile_out)
+                    first, second = _halves(left)
+                    _put(out_desc, out_bufs.index(2 * W), first, row, column)
+                    _put(out_desc, out_bufs.index(2 * W + 1), second, row, column + 64)
+                    first, second = _halves(right)
+                    _put(out_desc, out_bufs.index(2 * W), first, row, column + 128)
+                    _put(out_desc, out_bufs.index(2 * W + 1), second, row, column + 192)
+                else:
+                    first, second = _halves(tile_out)
+                    _put(out_desc, out_bufs.index(2 * W), first, row, column)
+                    _put(out_desc, out_bufs.index(2 * W + 1), second, row, column + 64)
             else:
                 out_ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
                 gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
@@ -246,9 +256,9 @@ def _multiply(
             for k in range(steps):
                 slot = turn % STAGES
                 if MODE == "block":
-                    first = k % 2 == 0
-                    mbarrier.wait(order.index(W), ((turn // 2) & 1) ^ (1 - W), pred=first)
-                    mbarrier.arrive(order.index(1 - W), count=1, pred=first)
+                    even = k % 2 == 0
+                    mbarrier.wait(order.index(W), ((turn // 2) & 1) ^ (1 - W), pred=even)
+                    mbarrier.arrive(order.index(1 - W), count=1, pred=even)
                 mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
                 mbarrier.arrive(empty.index(slot), count=1)
                 turn += 1
@@ -271,7 +281,7 @@ def grouped_kernel(
     if out_desc is None:
         out_bufs = a_bufs  # unused
     else:
-        out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2, 64, BLOCK_N // 2], out_desc.layout)
+        out_bufs = gl.allocate_shared_memory(out_desc.dtype, [4, 64, 64], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -304,7 +314,7 @@ GLUON_KERNEL = Kernel(grouped_kernel, targets=("sm90",) if AVAILABLE else ("none
 
 
 def gluon_legal(config: Config, device: Device, a: Tensor, b: Tensor, gather: Tensor | None) -> bool:
-    buffers = (128 + config["BLOCK_N"]) * 128 * config["STAGES"] + 128 * config["BLOCK_N"]
+    buffers = (128 + config["BLOCK_N"]) * 128 * config["STAGES"] + 4 * 64 * 64 * 2
     fits = buffers + 1024 <= device.shared_limit and a.dtype is not torch.float32
     return fits and gather is None and fits_weight_descriptor(b) and fits_row_descriptor(a)
 
@@ -336,7 +346,7 @@ def launch_gluon(
     )
     matrix = b.as_strided((E * N, K), (b.stride(1), 1))
     programs = min(of(a.device).sm_count, most * triton.cdiv(N, block_n))
-    store = _descriptor(out, 64, block_n // 2) if out.element_size() == 2 and N % 8 == 0 else None
+    store = _descriptor(out, 64, 64) if out.element_size() == 2 and N % 8 == 0 else None
     options: dict[str, Any] = {n: v for n, v in config.items() if n not in ("kernel", "num_warps")}
     grouped_kernel[(programs,)](
         _descriptor(a, 64, line), _descriptor(matrix, block_n, line), store,

@@ -115,6 +115,23 @@ def _index_of(key, COUNT: tl.constexpr):
     return COUNT - 1 - (key & 0xFFFFFFFF).to(tl.int32)
 
 
+@triton.jit
+def _scores(z, top, total, SCORING: tl.constexpr):
+    """Scores of logits; top and total: the largest logit of a row, and the sum of exp(z - top) over it."""
+    if SCORING == "sigmoid":
+        p = 1.0 / (1.0 + tl.exp(-z))
+    elif SCORING == "sqrtsoftplus":
+        e = tl.exp(-tl.abs(z))
+        one = 1.0 + e  # log(1 + e), with what was lost in 1 + e made good
+        p = tl.sqrt(
+            tl.maximum(z, 0.0) + tl.where(one == 1.0, e, tl.log(one) * (e / tl.where(one == 1.0, 1.0, one - 1.0)))
+        )
+        p = tl.where(z == z, p, float("nan"))
+    else:
+        p = tl.exp(z - top) / total  # one NaN or +Inf makes the whole row NaN
+    return p
+
+
 @triton.jit(do_not_specialize=["M"])
 def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr,
@@ -137,24 +154,17 @@ def _route_kernel(
     l_ptrs = logits_ptr + offs_m[:, None] * stride_lm + expert[None, :] * stride_le
     z = tl.load(l_ptrs, mask=mask_m[:, None] & inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, PLACES]
 
-    if SCORING == "sigmoid":
-        p = 1.0 / (1.0 + tl.exp(-z))
-    elif SCORING == "sqrtsoftplus":
-        e = tl.exp(-tl.abs(z))
-        one = 1.0 + e  # log(1 + e), with what was lost in 1 + e made good
-        p = tl.sqrt(
-            tl.maximum(z, 0.0) + tl.where(one == 1.0, e, tl.log(one) * (e / tl.where(one == 1.0, 1.0, one - 1.0)))
-        )
-        p = tl.where(z == z, p, float("nan"))
-    else:
-        p = tl.exp(z - tl.max(z, axis=1)[:, None])
-        p = p / tl.sum(p, axis=1)[:, None]  # one NaN or +Inf makes the whole row NaN
+    top = tl.max(z, axis=1)[:, None]
+    total = tl.sum(tl.exp(z - top), axis=1)[:, None]
+    p = _scores(z, top, total, SCORING)
     finite = tl.abs(p) < float("inf")
-    p = tl.where(finite, p, 0.0)
     if bias_ptr is None:
         choice = tl.where(finite, z, float("-inf"))
     else:
-        choice = p + tl.load(bias_ptr + expert, mask=(expert < E) & (place % BLOCK_S < SIZE), other=0.0)[None, :]
+        choice = (
+            tl.where(finite, p, 0.0)
+            + tl.load(bias_ptr + expert, mask=(expert < E) & (place % BLOCK_S < SIZE), other=0.0)[None, :]
+        )
         choice = tl.where(tl.abs(choice) < float("inf"), choice, float("-inf"))
     choice = tl.where(inside, choice, float("-inf"))
     key = tl.where(inside, _rank_key(choice, place[None, :], PLACES), LAST)
@@ -177,19 +187,23 @@ def _route_kernel(
         key = tl.where(tl.reshape(chosen, (BLOCK_M, PLACES)) > 0, key, LAST)
 
     pick = tl.arange(0, BLOCK_P)[None, :]
-    weights = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
     ids = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.int32)
     for j in range(TOP_K):
         at = _index_of(tl.max(key, axis=1), PLACES)
         hit = place[None, :] == at[:, None]
-        weights = tl.where(pick == j, tl.sum(tl.where(hit, p, 0.0), axis=1)[:, None], weights)
         ids = tl.where(pick == j, ((at // BLOCK_S) * SIZE + at % BLOCK_S)[:, None], ids)
         key = tl.where(hit, LAST, key)
-    if RENORMALIZE:
-        total = tl.sum(weights, axis=1)[:, None]
-        weights = weights / tl.where(total > 0.0, total, 1.0)
-    out = offs_m[:, None] * TOP_K + pick
+    # the chosen scores once more, from the cache: cheaper than a sum over all experts in every pick
     mask = mask_m[:, None] & (pick < TOP_K)
+    z = tl.load(logits_ptr + offs_m[:, None] * stride_lm + ids * stride_le, mask=mask, other=float("-inf")).to(
+        tl.float32
+    )
+    weights = _scores(z, top, total, SCORING)
+    weights = tl.where((tl.abs(weights) < float("inf")) & mask, weights, 0.0)
+    if RENORMALIZE:
+        sum_of_weights = tl.sum(weights, axis=1)[:, None]
+        weights = weights / tl.where(sum_of_weights > 0.0, sum_of_weights, 1.0)
+    out = offs_m[:, None] * TOP_K + pick
     tl.store(weights_ptr + out, weights * factor, mask=mask)
     tl.store(ids_ptr + out, ids, mask=mask)
 
