@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from fpk._moe import moe_experts
 from fpk.api import LayerScheme, Quantized, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_valid_scale
-from fpk.formats import INT8
+from fpk.formats import INT8, scheme_of
+from fpk.methods._dense import Dense
 
 MATRICES = ("gate_up_proj", "down_proj")
 _PARTS = ("", "_scale", "_global_scale", "_zero_point")
@@ -159,6 +160,35 @@ class QuantizedExperts(nn.Module):
         super().__setstate__(state)
         for name, dtype in dtypes.items():
             self._buffers[name] = cast(Tensor, self._buffers[name]).view(dtype)
+
+
+def parts_of(name: str, module: QuantizedExperts) -> dict[str, Dense]:
+    """Each expert's projections as layers of their own, by name; gate and up as transformers calls them."""
+    made: dict[str, Dense] = {}
+    for key in MATRICES:
+        weight, given = module.weight(key), module._buffers[f"{key}_input_scale"]
+        scheme = scheme_of(weight.scheme)
+        N, count = cast(torch.Size, weight.shape)[1], 2 if key == "gate_up_proj" else 1
+        rows = scheme.granularity.rows
+        if rows > 1 and N // count % rows:
+            raise ValueError(f"{name}: expected gate and up to begin at blocks of {rows} rows, they have {N // count}")
+        for e in range(module.num_experts):
+            for i, projection in enumerate(("gate_proj", "up_proj") if count == 2 else ("down_proj",)):
+
+                def cut(tensor: Tensor | None, e: int = e, i: int = i, count: int = count) -> Tensor | None:
+                    """The rows of one projection, of codes or of scales that have rows."""
+                    if tensor is None or tensor.shape[1] == 1:
+                        return None if tensor is None else tensor[e]
+                    if module.options.get("interleaved") and count == 2:
+                        return tensor[e, i::2]
+                    return tensor[e].chunk(count)[i]
+
+                codes, scale = cut(weight.codes), cut(weight.scale)
+                assert codes is not None and scale is not None
+                made[f"{name}.{e}.{projection}"] = Dense(
+                    codes, scale, scheme, module.activation_scheme, given, cut(weight.global_scale)
+                )
+    return made
 
 
 def expert_layout(module: nn.Module) -> dict[str, Any] | None:

@@ -88,8 +88,8 @@ class ExpertsPlan:
     def build(self, name: str, device: torch.device) -> QuantizedExperts:
         """The layer for a module's place."""
         module, stored = self.modules[name], self.quantized[name]
-        read = stored.read(self.source, device)
         options = module.options if isinstance(module, QuantizedExperts) else (expert_layout(module) or {})["options"]
+        read = stored.read(self.source, device, bool(options.get("interleaved")))
         bias13, bias2 = (self._bias(module, stored, role, device) for role in ("gate_up", "down"))
         return QuantizedExperts(
             read.gate_up, read.down, read.activation, bias13, bias2, read.input_scale13, read.input_scale2, **options

@@ -57,7 +57,7 @@ def test_transformers_decodes_our_blocks(tmp_path):
 
 CT_SCHEMES = [
     "fp8_channel", "fp8_tensor", "fp8_channel:none", "fp8_block128", "int8_channel", "int8_tensor",
-    "int8_channel:int8_token_asymmetric",
+    "int8_channel:int8_token_asymmetric", "mxfp4:none", "mxfp4:mxfp4", "mxfp8_e4m3", "nvfp4:none", "nvfp4:nvfp4",
 ]  # fmt: skip
 
 
@@ -86,7 +86,9 @@ def decompress(compressor, parts, group):
     return found["weight"] if isinstance(found, dict) else found
 
 
-@pytest.mark.parametrize("fixture", ["lc_FP8_DYNAMIC", "lc_FP8_llama", "lc_W8A8_llama"])
+@pytest.mark.parametrize(
+    "fixture", ["lc_FP8_DYNAMIC", "lc_FP8_llama", "lc_W8A8_llama", "lc_MXFP4_llama", "lc_NVFP4_llama"]
+)
 def test_compressed_tensors_decodes_its_own_as_we_do(fixture):
     compressed_tensors = pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")

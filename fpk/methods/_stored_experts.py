@@ -73,9 +73,11 @@ class StoredExperts:
         extra = [e for e, _ in self.one if e >= experts]
         if extra:
             raise ValueError(f"{self.name}: expected {experts} experts, got number {max(extra)}")
-        for layer in self.layers:
-            if layer.spec != self.spec:
-                raise ValueError(f"{layer.weight}: expected {self.spec} as its neighbours, got {layer.spec}")
+        firsts: dict[bool, LayerSpec] = {}  # gate and up are one matrix, down another
+        for key, layer in [*self.one.items(), *self.stacks.items()]:
+            first = firsts.setdefault("down" in key, layer.spec)
+            if layer.spec != first or layer.spec.activation != self.spec.activation:
+                raise ValueError(f"{layer.weight}: expected {first} as its neighbours, got {layer.spec}")
         for (_, role), layer in self.one.items():
             read_scales(checkpoint, layer)
             rows, cols = layer.weight.shape
@@ -87,14 +89,18 @@ class StoredExperts:
             bits = scheme_of(layer.spec.weight).format.bits
             _expect(layer, (*stored[:2], rest * 8 // bits), (experts, *shapes[role]))
 
-    def read(self, checkpoint: Checkpoint, device: torch.device) -> "Experts":
-        """The stacks on a device; nothing is rounded anew: gate and up of different scales get them per row."""
+    def read(self, checkpoint: Checkpoint, device: torch.device, interleaved: bool = False) -> "Experts":
+        """The stacks on a device; nothing is rounded anew: gate and up of different scales get them per row.
+
+        Args:
+            interleaved: rows of gate and up alternate in the model, as they do in stacks.
+        """
         if self.stacks:
             gate_up, down = (_read_stack(checkpoint, self.stacks[n], device) for n in ("gate_up", "down"))
             return Experts(gate_up, down, self.spec.activation, None, None)
         count = 1 + max(e for e, _ in self.one)
         read = {key: read_layer(checkpoint, layer, device) for key, layer in self.one.items()}
-        pairs = [_pair(read.pop((e, "gate")), read.pop((e, "up"))) for e in range(count)]
+        pairs = [_pair(read.pop((e, "gate")), read.pop((e, "up")), interleaved) for e in range(count)]
         downs = [read.pop((e, "down")) for e in range(count)]
         given13 = [p.input_scale for p in pairs if p.input_scale is not None]
         given2 = [d.input_scale for d in downs if d.input_scale is not None]
@@ -120,7 +126,7 @@ def _expect(layer: StoredLayer, got: tuple[int, ...], wanted: tuple[int, ...]) -
         raise ValueError(f"{layer.weight}: expected {wanted}, got {got}")
 
 
-def _pair(gate: Dense, up: Dense) -> Dense:
+def _pair(gate: Dense, up: Dense, interleaved: bool) -> Dense:
     """Gate and up as one matrix: scales per tensor become scales per row, blocks get as short as it takes."""
     rows = gate.scheme.granularity.rows
     scheme, scales = gate.scheme, [gate.scale, up.scale]
@@ -139,8 +145,19 @@ def _pair(gate: Dense, up: Dense) -> Dense:
     given = None
     if gate.input_scale is not None and up.input_scale is not None:
         given = torch.maximum(gate.input_scale, up.input_scale)
-    codes = _cat([gate.codes, up.codes])
-    return replace(gate, codes=codes, scale=_cat(scales), scheme=scheme, input_scale=given, global_scale=over)
+    codes, scale = _cat([gate.codes, up.codes]), _cat(scales)
+    if interleaved:
+        if scheme.granularity.rows > 1:
+            raise NotImplementedError(f"{scheme}: blocks of rows of gate and up that alternate have no layer")
+        codes, scale = (_alternate(t, height) for t in (codes, scale))
+        over = None if over is None else _alternate(over, height)
+    return replace(gate, codes=codes, scale=scale, scheme=scheme, input_scale=given, global_scale=over)
+
+
+def _alternate(halves: Tensor, height: int) -> Tensor:
+    """Rows of two halves, one after the other."""
+    raw = halves.view(torch.uint8) if halves.dtype.itemsize == 1 else halves
+    return raw.unflatten(0, (2, height)).transpose(0, 1).flatten(0, 1).contiguous().view(halves.dtype)
 
 
 def _short(granularity: Granularity, height: int) -> Granularity:

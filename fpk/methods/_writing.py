@@ -21,8 +21,9 @@ SHARD_BYTES = 5 * 1000**3
 
 WEIGHTS = {
     "compressed-tensors": ("fp8_tensor", "fp8_channel", "fp8_block128", "fp8_group128", "int8_tensor", "int8_channel",
-                           "int8_group128"),
-    "quark": ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_tensor", "int8_channel"),
+                           "int8_group128", "mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "nvfp4"),
+    "quark": ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_tensor", "int8_channel", "mxfp4", "mxfp6_e2m3",
+              "mxfp6_e3m2", "nvfp4"),
 }  # fmt: skip
 """Weight schemes of the families that describe weights and activations one by one."""
 
@@ -62,9 +63,12 @@ def _sayable(family: str) -> list[str]:
 
 
 def layer_tensors(
-    family: str, name: str, spec: LayerSpec, codes: Tensor, scale: Tensor, input_scale: Tensor | None
-) -> dict[str, Tensor]:
-    """A layer's tensors as the family names and shapes them: codes, scale, static input scale."""
+    family: str, name: str, spec: LayerSpec, codes: Tensor, scale: Tensor, input_scale: Tensor | None,
+    global_scale: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """A layer's tensors as the family names and shapes them: codes, scale, second scale, static input scale."""
+    if scheme_of(spec.weight).product:
+        return _packed_tensors(family, name, spec, codes, scale, input_scale, global_scale)
     granularity = scheme_of(spec.weight).granularity
     per_tensor, block = granularity.rows < 0, granularity.rows > 1
     one: tuple[int, ...] = (1,) if family == "compressed-tensors" else ()
@@ -82,6 +86,27 @@ def layer_tensors(
         made["weight_scale"] = scale
     if input_scale is not None:
         made["input_scale"] = input_scale.reshape(one)
+    return {f"{name}.{last}": tensor for last, tensor in made.items()}
+
+
+def _packed_tensors(
+    family: str, name: str, spec: LayerSpec, codes: Tensor, scale: Tensor, input_scale: Tensor | None,
+    global_scale: Tensor | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    ct = family == "compressed-tensors"
+    made = {"weight_packed" if ct and codes.dtype is torch.uint8 else "weight": codes, "weight_scale": scale}
+    over, given = ("weight_global_scale", "input_global_scale") if ct else ("weight_scale_2", "input_scale_2")
+    if global_scale is not None:
+        if bool((global_scale != global_scale.flatten()[0]).any()):
+            raise ValueError(f"{name}: {family} has one second scale for a layer, got {global_scale.numel()}")
+        one = global_scale.flatten()[:1]
+        made[over] = 1 / one if ct else one.reshape(())
+        given = "input_scale" if family == "modelopt" else given
+    else:
+        given = "input_scale"
+    if input_scale is not None:
+        divides = ct and global_scale is not None
+        made[given] = (1 / input_scale if divides else input_scale).reshape((1,) if ct else ())
     return {f"{name}.{last}": tensor for last, tensor in made.items()}
 
 
@@ -124,7 +149,7 @@ def _modelopt_config(specs: Mapping[str, LayerSpec], ignored: list[str]) -> dict
 
 def _ct_config(specs: Mapping[str, LayerSpec], ignored: list[str]) -> dict[str, Any]:
     groups = _by_spec(specs)
-    formats = [f"{'int' if spec.weight.startswith('int8') else 'float'}-quantized" for spec, _ in groups]
+    formats = [CT_FORMATS.get(spec.weight) or f"{_kind(spec.weight)}-quantized" for spec, _ in groups]
     return {
         "quant_method": "compressed-tensors",
         "format": formats[0] if len(set(formats)) == 1 else "mixed-precision",
@@ -144,7 +169,23 @@ def _ct_config(specs: Mapping[str, LayerSpec], ignored: list[str]) -> dict[str, 
     }
 
 
+CT_FORMATS = {"mxfp4": "mxfp4-pack-quantized", "mxfp6_e2m3": "mxfp6-pack-quantized", "mxfp8_e4m3": "mxfp8-quantized",
+              "nvfp4": "nvfp4-pack-quantized"}  # fmt: skip
+
+
+def _kind(weight: str) -> str:
+    return "int" if weight.startswith("int8") else "float"
+
+
 def _ct_arguments(name: str, is_input: bool) -> dict[str, Any]:
+    base = name.removesuffix("_static")
+    if base in CT_FORMATS:
+        bits, nv = {"mxfp4": 4, "mxfp6_e2m3": 6, "mxfp8_e4m3": 8, "nvfp4": 4}[base], base == "nvfp4"
+        return {
+            "num_bits": bits, "type": "float", "symmetric": True, "strategy": "tensor_group" if nv else "group",
+            "group_size": 16 if nv else 32, "scale_dtype": "torch.float8_e4m3fn" if nv else "torch.uint8",
+            "dynamic": ("local" if name != base else True) if is_input else False,
+        }  # fmt: skip
     element, _, rest = name.partition("_")
     strategy = rest.removesuffix("_static").removesuffix("_asymmetric")
     made: dict[str, Any] = {
@@ -183,7 +224,23 @@ def _quark_layer(spec: LayerSpec) -> dict[str, Any]:
     return {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None, "target_device": None}
 
 
-def _quark_spec(name: str, is_input: bool) -> dict[str, Any]:
+QUARK_MX = {"mxfp4": "fp4", "mxfp6_e2m3": "fp6_e2m3", "mxfp6_e3m2": "fp6_e3m2", "mxfp8_e4m3": "fp8_e4m3"}
+
+
+def _quark_spec(name: str, is_input: bool) -> Any:
+    base = name.removesuffix("_static")
+    if base in QUARK_MX:
+        return {
+            "dtype": QUARK_MX[base], "qscheme": "per_group", "ch_axis": -1, "group_size": 32, "block_size": None,
+            "is_dynamic": is_input, "symmetric": None, "round_method": "half_even", "scale_type": "float",
+            "scale_format": "e8m0", "scale_calculation_mode": "even", "is_scale_quant": False,
+        }  # fmt: skip
+    if base == "nvfp4":
+        block = _quark_spec("mxfp4", is_input) | {
+            "group_size": 16, "scale_type": "float32", "scale_format": "float32", "scale_calculation_mode": None,
+        }  # fmt: skip
+        above = _quark_spec("fp8_tensor" + ("_static" if name != base or not is_input else ""), is_input)
+        return [block, above | {"is_scale_quant": True}]
     element, _, rest = name.partition("_")
     strategy = rest.removesuffix("_static").removesuffix("_asymmetric")
     per_row = strategy in ("token", "channel")
@@ -278,4 +335,4 @@ def write_json(path: Path, value: Any) -> None:
 
 def is_written(dtype: torch.dtype) -> bool:
     """Do the families have a name for codes of this dtype?"""
-    return dtype in (torch.float8_e4m3fn, torch.int8)
+    return dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)

@@ -24,17 +24,21 @@ SAYABLE = {
         "fp8_tensor", "fp8_channel", "fp8_block128", "fp8_group128", "int8_tensor", "int8_channel", "int8_group128",
         "fp8_tensor:fp8_tensor", "fp8_channel:none", "fp8_block128:none", "int8_tensor:none", "fp8_block128:fp8_token",
         "int8_channel:int8_token_asymmetric", "int8_channel:int8_tensor_asymmetric", "fp8_tensor:fp8_tensor_static",
-        "fp8_channel:fp8_tensor_static", "int8_channel:int8_tensor_static", "fp8_token",
+        "fp8_channel:fp8_tensor_static", "int8_channel:int8_tensor_static", "fp8_token", "mxfp4:mxfp4", "mxfp4:none",
+        "mxfp4:fp8_token", "mxfp6_e2m3:none", "mxfp6_e2m3:mxfp8_e4m3", "mxfp8_e4m3", "nvfp4:none",
+        "nvfp4:nvfp4_static", "nvfp4:nvfp4",
     ],
     "fp8": ["fp8_tensor", "fp8_tensor:fp8_tensor_static", "fp8_block128"],
     "modelopt": [
         "fp8_tensor:fp8_tensor_static", "fp8_channel", "fp8_block128:none", "int8_channel:int8_tensor_static",
+        "nvfp4:nvfp4_static", "nvfp4:none", "mxfp8_e4m3", "mxfp4:mxfp4",
     ],
     "quark": [
         "fp8_tensor", "fp8_channel", "fp8_block128", "int8_tensor", "int8_channel", "fp8_tensor:fp8_tensor",
         "fp8_tensor:fp8_tensor_static", "fp8_channel:fp8_tensor_static", "int8_tensor:int8_tensor_static",
         "fp8_channel:none", "int8_channel:int8_token_asymmetric", "int8_channel:int8_tensor_static",
-        "fp8_block128:fp8_token",
+        "fp8_block128:fp8_token", "mxfp4:mxfp4", "mxfp4:none", "mxfp4:fp8_tensor_static", "mxfp6_e2m3:mxfp6_e2m3",
+        "mxfp6_e3m2:none", "nvfp4:nvfp4_static", "nvfp4:none",
     ],
 }  # fmt: skip
 CASES = [(family, scheme) for family, schemes in SAYABLE.items() for scheme in schemes]
@@ -197,7 +201,7 @@ def test_fnuz_codes_are_converted_on_loading_and_refused_on_saving(tmp_path):
         kept = read_layer(checkpoint, layer, native=False)
         model = tiny()
         fpk.load_quantized(model, path)
-        with pytest.raises(NotImplementedError, match=rf"{UP}\.weight: expected e4m3fn or int8"):
+        with pytest.raises(NotImplementedError, match=rf"{UP}\.weight: expected e4m3fn, int8 or packed"):
             fpk.save_quantized(model, tmp_path / "out", "fp8")
     assert fnuz.codes.dtype is torch.float8_e4m3fnuz and torch.equal(fnuz.scale, 2 * plain.scale)
     assert torch.equal(fnuz.codes.float() * fnuz.scale, plain.codes.float() * plain.scale)
