@@ -24,7 +24,7 @@ PEERS = {
 }
 every_format = pytest.mark.parametrize("format", PEERS)
 INF, NAN = float("inf"), float("nan")
-TALL = dict(BLOCK_M=128, GROUPS=1, num_warps=8)  # few programs: each costs the interpreter as much as the next
+TALL = dict(kernel="mx", BLOCK_M=128, GROUPS=1, num_warps=8)  # few programs: each costs the interpreter as much
 
 
 def exact_exponent(amax: float, format: str, rule: str) -> int:
