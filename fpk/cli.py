@@ -261,6 +261,9 @@ def study(
     scheme: Annotated[
         list[str] | None, typer.Option(help="Layer scheme, 'weights:activations'; may be repeated. Default: all.")
     ] = None,
+    cache: Annotated[
+        list[str] | None, typer.Option(help="KV cache format (fp8_e4m3, ...) or 'all'; may be repeated. Default: none.")
+    ] = None,
     sequences: Annotated[
         int | None,
         typer.Option(min=1, help="Sequences of each text. Default: 4, fewer for many schemes; of pydoc a third."),
@@ -277,6 +280,7 @@ def study(
     """Measure a model under every layer scheme: perplexity, errors, bytes and, on a GPU, time."""
     _share_cores()
     _check_schemes(scheme)
+    caches = _cache_formats(cache or [])
     if out:
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out: expected a directory, got the file {out}")
@@ -299,7 +303,7 @@ def study(
     interrupted = False
     with _Bar(errors) as show:
         try:
-            run_study(subject, texts, scheme or None, ignore=ignore or (), progress=show, into=results)
+            run_study(subject, texts, scheme or None, ignore=ignore or (), progress=show, into=results, caches=caches)
         except KeyboardInterrupt:
             interrupted = True
     _print_study(results, json_, rich_table)
@@ -308,6 +312,15 @@ def study(
         typer.echo(f"{len(written)} files in {out}; open {written[-1]}", err=True)
     if interrupted:
         _fail("interrupted: the table holds what was measured until then", 130)
+
+
+def _cache_formats(names: list[str]) -> list[str]:
+    from fpk.study.caches import CACHES
+
+    for name in names:
+        if name != "all" and name not in CACHES:
+            _fail(f"--cache: expected 'all' or one of {', '.join(CACHES)}, got {name!r}", 2)
+    return list(CACHES) if "all" in names else names
 
 
 def _check_schemes(schemes: list[str] | None) -> None:

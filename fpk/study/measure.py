@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fpk.api import STATIC, parse_layer_scheme, static_schemes
 from fpk.formats import SCHEMES, Scheme
 from fpk.nn import Calibration, QuantizedLinear, calibrate, quantized
+from fpk.study.caches import PREFIX, quantized_cache
 from fpk.study.model import StudyError, Subject
 from fpk.study.text import Text
 from fpk.study.timing import LayerTimer
@@ -126,8 +127,9 @@ def run_study(
     capture_tokens: int = 256,
     progress: Progress | None = None,
     into: Study | None = None,
+    caches: Iterable[str] = (),
 ) -> Study:
-    """Measure the unquantized model and then every scheme.
+    """Measure the unquantized model and then every scheme, and with it unquantized every format of the KV cache.
 
     Args:
         subject: the model; it is left as it was.
@@ -138,16 +140,18 @@ def run_study(
         capture_tokens: how many tokens the layer errors are measured on.
         progress: called before each piece of work.
         into: a Study to add to, so that a caller keeps it when the run is interrupted; default: a new one.
+        caches: KV-cache formats of `fpk.study.caches.CACHES`; rows "kv:<format>" with perplexities only.
 
     Raises:
         ValueError: an unknown scheme, no text, or a model without linear layers to quantize.
     """
+    kinds = list(dict.fromkeys(caches))
     names = list(dict.fromkeys(str(parse_layer_scheme(s)) for s in (layer_schemes() if schemes is None else schemes)))
     if not texts:
         raise StudyError("texts: expected at least one, got none")
     study = into if into is not None else new_study(subject)
     per_scheme = sum(len(t.tokens) for t in texts)
-    steps = _Steps(progress, per_scheme * (len(names) + 1))
+    steps = _Steps(progress, per_scheme * (len(names) + len(kinds) + 1))
     with torch.inference_mode():
         linears = _linears_to_quantize(subject.model, ignore)
         inputs = capture_inputs(subject.model, texts[0].tokens.flatten()[:capture_tokens][None], linears)
@@ -169,6 +173,11 @@ def run_study(
                 study.perplexity_rows = [r for r in study.perplexity_rows if r["scheme"] != name]
                 study.scheme_rows.append({"scheme": name, "layers": 0, "note": str(error)})
             steps.jump(per_scheme * index)
+        for kind in kinds:
+            with quantized_cache(subject.model, kind):
+                for text in texts:
+                    _measure_text(study, subject, PREFIX + kind, text, baseline[text.name], steps)
+            study.scheme_rows.append({"scheme": PREFIX + kind, "layers": 0, "note": ""})
     study.complete = True
     return study
 
