@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fpk._moe import moe, moe_experts
+    from fpk._shuffled import shuffle
     from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, quantize
     from fpk.checkpoint import load_quantized, save_quantized
     from fpk.db import batch_invariant, use
@@ -36,6 +37,7 @@ _NAMES = {
     "moe_experts": "fpk._moe",
     "load_quantized": "fpk.checkpoint",
     "save_quantized": "fpk.checkpoint",
+    "shuffle": "fpk._shuffled",
     "Calibration": "fpk.nn",
     "QuantizedLinear": "fpk.nn",
     "calibrate": "fpk.nn",
@@ -54,7 +56,7 @@ __all__ = [
     "OPS", "Calibration", "LayerScheme", "Quantized", "QuantizedLinear", "batch_invariant", "calibrate",
     "list_schemes",
     "load_quantized", "mm", "moe", "moe_experts", "parse_layer_scheme", "quantize", "quantize_", "quantized",
-    "save_quantized", "sweep", "use",
+    "save_quantized", "shuffle", "sweep", "use",
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fpk._shuffled import Shuffled, shuffle
 from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_shape, expect_valid_scale
 from fpk.formats import FP8, INT8, Scheme, scheme_of
@@ -63,6 +64,7 @@ class QuantizedLinear(nn.Module):
         assert weight.shape is not None
         self.out_features, self.in_features = weight.shape
         self.weight_scheme = weight.scheme
+        self.shuffled: str | None = None
         self.activation_scheme = activation
         self._quantizer = str(scheme.activation)
         has_two = scheme.activation is not None and "global_scale" in scheme.activation.outputs
@@ -119,8 +121,38 @@ class QuantizedLinear(nn.Module):
         """The layer scheme, "weights:activations"."""
         return f"{self.weight_scheme}:{self.activation_scheme or 'none'}"
 
+    def shuffle_(self) -> "QuantizedLinear":
+        """Store the weight as `fpk.shuffle` does, for inputs in bf16 (and any float, where activations are FP8).
+
+        State dicts keep the plain layout: saving and loading undoes this one for the time that it takes.
+
+        Raises:
+            ValueError: as `fpk.shuffle`.
+        """
+        if self.shuffled is None:
+            made = shuffle(self.quantized_weight, self.activation_scheme or "none")
+            self.weight, self.weight_scale, self.shuffled = made.packed, made.row_scale, made.target
+        return self
+
+    def unshuffle_(self) -> "QuantizedLinear":
+        """Undo `shuffle_`."""
+        if self.shuffled is not None:
+            plain = self.quantized_weight
+            self.weight, self.weight_scale, self.shuffled = plain.codes, plain.scale, None
+        return self
+
+    @property
+    def _stored_weight(self) -> Shuffled:
+        assert self.shuffled is not None
+        shape = torch.Size((self.out_features, self.in_features))
+        return Shuffled(
+            self.weight, self.weight_scale, self.weight_scheme, self.shuffled, shape, self.weight_global_scale
+        )  # fmt: skip
+
     @property
     def quantized_weight(self) -> Quantized:
+        if self.shuffled is not None:
+            return Quantized(**self._stored_weight.parts(), check=False)
         return Quantized(
             self.weight, self.weight_scale, self.weight_scheme, self.weight_zero_point, self.weight_global_scale,
             check=False,
@@ -149,13 +181,15 @@ class QuantizedLinear(nn.Module):
         if self.activation_scheme is not None:
             static = {} if self.input_scale is None else {self._static: self.input_scale}
             activations = quantize(rows, self._quantizer, **static, **self._options)
-        out = mm(activations, self.quantized_weight, self.bias, out_dtype=input.dtype, colsum=self.colsum)
+        weight = self.quantized_weight if self.shuffled is None else self._stored_weight
+        out = mm(activations, weight, self.bias, out_dtype=input.dtype, colsum=self.colsum)
         return out.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
+        layout = ", shuffled" if self.shuffled else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"scheme={self.scheme}, weight={dtype_name(self.weight)} {tuple(self.weight.shape)}, "
+            f"scheme={self.scheme}{layout}, weight={dtype_name(self.weight)} {tuple(self.weight.shape)}, "
             f"weight_scale={dtype_name(self.weight_scale)} {tuple(self.weight_scale.shape)}"
         )
 
@@ -186,11 +220,23 @@ class QuantizedLinear(nn.Module):
         for name, dtype in dtypes.items():
             setattr(self, name, getattr(self, name).view(dtype))
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.shuffled is not None:
+            plain = self.quantized_weight
+            destination |= {prefix + "weight": plain.codes, prefix + "weight_scale": plain.scale}
+            for name in ("weight_global_scale", "weight_zero_point", "bias", "input_scale"):
+                if (value := getattr(self, name)) is not None:
+                    destination[prefix + name] = value if keep_vars else value.detach()
+            return
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         """Refuse weights of another dtype (copying would cast them) and scales that cannot be."""
+        again = self.shuffled is not None
+        self.unshuffle_()
         wrong = []
         for name in _KEPT:
             value = state_dict.get(prefix + name)
@@ -205,12 +251,16 @@ class QuantizedLinear(nn.Module):
                     wrong.append(str(error))
         if wrong:
             error_msgs.extend(wrong)
+            if again:
+                self.shuffle_()
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if self.colsum is not None and not self.weight.is_meta:
             self.colsum = self.weight.sum(1, dtype=torch.int32)
+        if again:
+            self.shuffle_()
 
 
 def dtype_name(tensor: Tensor) -> str:

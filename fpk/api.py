@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk._pairs import no_product, packed_arguments, reads_packed
+from fpk._shuffled import Shuffled, shuffled_arguments
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape, expect_valid_scale, fp8_dtype
 from fpk.formats import E4M3FN, E8M0, FP8, INT8, SCHEMES, Format, Granularity, Scheme, decode, scheme_of
 from fpk.op import OPS, Op
@@ -183,7 +184,7 @@ def quantize(
 
 def mm(
     qx: Quantized | Tensor,
-    qw: Quantized,
+    qw: Quantized | Shuffled,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
@@ -196,7 +197,7 @@ def mm(
 
     Args:
         qx: (M, K) activations; a plain bf16 or fp16 tensor leaves them as they are (weight-only).
-        qw: (N, K) weights.
+        qw: (N, K) weights, or what `fpk.shuffle` made of them.
         bias: (N,) or None; added in fp32 before the single rounding.
         out_dtype: of the result.
         fast_accum: let FP8 products stay in the tensor core's own accumulator over all of K.
@@ -209,6 +210,8 @@ def mm(
         ValueError: shapes that do not fit, or two schemes that have no product.
         NotImplementedError: a product that fpk has no op for on this device.
     """
+    if isinstance(qw, Shuffled):
+        return _op("mm_shuffled")(**shuffled_arguments(qx, qw), bias=bias, out_dtype=out_dtype)
     if not isinstance(qw, Quantized):
         raise ValueError(f"mm.qw: expected Quantized weights (N, K), got {type(qw).__name__}")
     expect_rank("mm.qw", qw.codes, 2)

@@ -52,7 +52,8 @@ LAYERS = {
 # private modules that serve one layer only
 PRIVATE = {
     "_db_": "db", "_dispatch": "op",
-    "cli_": "cli", "__main__": "cli", "_moe": "api", "_pairs": "api", "_report": "report", "_linear": "nn",
+    "cli_": "cli", "__main__": "cli", "_moe": "api", "_pairs": "api", "_shuffled": "api",
+    "_report": "report", "_linear": "nn",
     "_calibration": "nn", "_saving": "nn", "checkpoint": "nn", "_experts": "nn",
 }  # fmt: skip
 
