@@ -137,7 +137,7 @@ def by_hand(ids, E, expert_map=None):
     return index, [sum(expert <= e for expert, _ in rows) for e in range(E)]
 
 
-@pytest.mark.parametrize("kernel", ["rank", "chunks"])
+@pytest.mark.parametrize("kernel", ["rank", "chunks", "scan"])
 @pytest.mark.parametrize(("T", "E", "top_k"), [(1, 1, 1), (40, 5, 3), (70, 257, 4), (23, 1025, 2)])
 def test_order_is_a_stable_sort(T, E, top_k, kernel, device):
     op = OPS["sort_by_expert"]
@@ -208,16 +208,17 @@ def arguments_of(name, R, N, K, E, device, bias=False):
     return args | (dict(bias=randn(E, N, seed=4, **g)) if bias else {})
 
 
+TILE = dict(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=2)
+
+
 def dense(name, args, e, rows):
-    """The dense op on the rows of expert e, with the tile that the grouped op has by default."""
+    """The dense op on the rows of expert e, with the same tile as the grouped one."""
     by_expert = {n: v[e] for n, v in args.items() if n in ("b", "scale_b", "bias")}
     by_row = {n: v[rows] for n, v in args.items() if n in ("a", "scale_a")}
     rest = {n: v for n, v in args.items() if n in BLOCKS}
-    op = OPS[name.removeprefix("grouped_")]
-    grouped = OPS[name].config_for(**args, offs=torch.zeros(len(args["b"]), dtype=torch.int32, device=rows.device))
     extra = {} if name == "grouped_mm_weight_only" else dict(out_dtype=torch.bfloat16)
-    config = grouped | dict(GROUP_M=8)
-    return op.launch(**by_expert, **by_row, **rest, **extra, config=config)
+    op = OPS[name.removeprefix("grouped_")]
+    return op.launch(**by_expert, **by_row, **rest, **extra, config=TILE | dict(GROUP_M=8))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -226,7 +227,7 @@ def dense(name, args, e, rows):
 def test_every_expert_is_the_dense_op_bit_for_bit(name, counts, bias, device):
     R = sum(counts)
     args = arguments_of(name, R, 48, 96, len(counts), device, bias)
-    out = OPS[name](**args, offs=ends(counts, device))
+    out = OPS[name].launch(**args, offs=ends(counts, device), config=TILE)
     start = 0
     for e, count in enumerate(counts):
         rows = torch.arange(start, start + count, device=device)
@@ -269,6 +270,24 @@ def test_weights_may_lie_in_a_wider_buffer(name, device):
     wide[:, :20, :64] = raw
     out = OPS[name](**args | dict(b=wide.view(args["b"].dtype)[:, :20, :64]), offs=offs)
     assert_close(out, expected, 0.0)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_gathering_is_permuting(name, device):
+    """Few columns, an odd K, weights in a wider buffer; a token may stand twice, another nowhere."""
+    args = arguments_of(name, 8, 16, 511, 3, device, bias=True)
+    raw = args["b"].view(torch.uint8 if args["b"].element_size() == 1 else torch.int16)
+    wide = torch.full((3, 16, 640), 0x7F, dtype=raw.dtype, device=device)
+    wide[:, :, :511] = raw
+    args["b"] = wide.view(args["b"].dtype)[:, :, :511]
+    index = torch.tensor([3, 3, 11, 0, 15, 8, 9, 2, 14, 1, 5, 4, 7, 12, -1, -1], dtype=torch.int32, device=device)
+    offs = ends([5, 0, 9], device)
+    out = OPS[name](**args, offs=offs, gather=index, top_k=2)
+    rows = index.long().clamp(min=0) // 2
+    moved = {n: bits(args[n])[rows].view(args[n].dtype) for n in ("a", "scale_a") if n in args}
+    assert_close(out, OPS[name](**args | moved, offs=offs), 0.0)
+    with pytest.raises(ValueError, match="top_k: expected 1 without gather"):
+        OPS[name](**args, offs=offs, top_k=2)
 
 
 # ---- layers ----------------------------------------------------------------
