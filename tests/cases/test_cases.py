@@ -1,5 +1,6 @@
 """Faults that other projects had, one case each: fpk's answer passes the case's check, the imitated fault does not."""
 
+import checkpoint_adapters  # noqa: F401  registers its own
 import pytest
 import torch
 from adapters import ADAPTERS, FAILING, REFUSED, WAITING, exists
@@ -15,7 +16,7 @@ adapted = pytest.mark.parametrize("case", [c for c in CASES if c["id"] in ADAPTE
 def answer(case, inputs):
     try:
         return to_cpu(ADAPTERS[case["id"]](to_device(inputs)))
-    except Exception as error:  # an error is an answer; the check says whether it is a right one
+    except (ValueError, NotImplementedError) as error:  # an answer too; the check says whether it is a right one
         return error
 
 
