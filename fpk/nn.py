@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fpk._calibration import Calibration, LayerRange, few
+from fpk._experts import QuantizedExperts, expert_layout
 from fpk._linear import QuantizedLinear, dtype_name
 from fpk._report import LayerReport, QuantizeReport
 from fpk.api import LayerScheme, parse_layer_scheme
@@ -29,8 +30,8 @@ from fpk.kernels.quant.amax import amax
 from fpk.methods.base import Attention, Linear, RoutedExperts
 
 __all__ = [
-    "Attention", "Calibration", "LayerRange", "LayerReport", "Linear", "QuantizeReport", "QuantizedLinear",
-    "RoutedExperts", "calibrate", "quantize_", "quantized",
+    "Attention", "Calibration", "LayerRange", "LayerReport", "Linear", "QuantizeReport", "QuantizedExperts",
+    "QuantizedLinear", "RoutedExperts", "calibrate", "quantize_", "quantized",
 ]  # fmt: skip
 
 Filter = Callable[[nn.Module, str], bool]
@@ -46,7 +47,8 @@ def quantize_(
     lm_head: bool = False,
     calibration: Calibration | None = None,
 ) -> QuantizeReport:
-    """Replace the `nn.Linear` layers of a model by `QuantizedLinear`, in place, one after the other.
+    """Replace the `nn.Linear` layers of a model by `QuantizedLinear`, in place, one after the other, and the experts of
+    transformers' mixture-of-experts models by `QuantizedExperts`.
 
     The output layer is left alone unless `lm_head` says otherwise: a layer called "lm_head", or the one that a
     transformers model names as its output embeddings. Always left alone are a layer whose weight belongs to another
@@ -86,7 +88,7 @@ def quantized(
     lm_head: bool = False,
     calibration: Calibration | None = None,
 ) -> Iterator[QuantizeReport]:
-    """Quantize a model's linear layers inside the block, as `quantize_` does, and put the old ones back after it."""
+    """Quantize a model's layers inside the block, as `quantize_` does, and put the old ones back after it."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         yield _quantize(model, parse_layer_scheme(scheme), _Choice(ignore, filter, lm_head), calibration, replaced)
@@ -207,7 +209,7 @@ def _quantize(
     replaced: list[tuple[nn.Module, str, nn.Module]] | None,
 ) -> QuantizeReport:
     report = QuantizeReport(str(scheme), bytes_before=_model_bytes(model))
-    names = _layers(model, choice, report, "quantize_")
+    names = _layers(model, choice, report, "quantize_", experts=not scheme.static)
     for pattern in report.unmatched:
         warnings.warn(f"quantize_: ignore pattern {pattern!r} matches no module", stacklevel=3)
     if scheme.static and calibration is None:
@@ -218,18 +220,22 @@ def _quantize(
         shapes = {name: tuple(cast(nn.Linear, model.get_submodule(name)).weight.shape) for name in names}
         calibration.expect_fits(names, {r.name: r.shape for r in report.skipped} | shapes)
     for name in names:
-        linear = cast(nn.Linear, model.get_submodule(name))
-        input_amax = calibration.layers[name].amax if calibration is not None else None
-        made = QuantizedLinear.from_linear(linear, scheme, name, input_amax)
+        layer = model.get_submodule(name)
+        shape, before = _shape(layer), _module_bytes(layer)
+        made: QuantizedLinear | QuantizedExperts
+        if isinstance(layer, nn.Linear):
+            input_amax = calibration.layers[name].amax if calibration is not None else None
+            made = QuantizedLinear.from_linear(layer, scheme, name, input_amax)
+        else:
+            made = QuantizedExperts.from_module(layer, scheme, name)
         # one layer may stand in several places
-        places = [(m, key) for m in model.modules() for key, child in m._modules.items() if child is linear]
-        before = _module_bytes(linear)
-        report.changed.append(LayerReport(name, tuple(linear.weight.shape), made.scheme, before, _module_bytes(made)))
+        places = [(m, key) for m in model.modules() for key, child in m._modules.items() if child is layer]
+        report.changed.append(LayerReport(name, shape, made.scheme, before, _module_bytes(made)))
         for parent, attribute in places:
             if replaced is not None:
-                replaced.append((parent, attribute, linear))
+                replaced.append((parent, attribute, layer))
             setattr(parent, attribute, made)
-        del linear  # its weights can go before the next layer's are quantized
+        del layer  # its weights can go before the next layer's are quantized
     report.bytes_after = _model_bytes(model)
     return report
 
@@ -275,7 +281,8 @@ class _Choice:
 class _Skips:
     """Why a layer is left alone."""
 
-    def __init__(self, model: nn.Module, patterns: _Patterns, choice: _Choice) -> None:
+    def __init__(self, model: nn.Module, patterns: _Patterns, choice: _Choice, experts: bool) -> None:
+        self._experts = experts
         self._patterns, self._filter, self._lm_head = patterns, choice.filter, choice.lm_head
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self._output = output if isinstance(output, nn.Module) else None
@@ -286,13 +293,18 @@ class _Skips:
                     self._owners.setdefault(id(parameter), []).append(name)
 
     def reason(self, name: str, module: nn.Module) -> str:
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, (QuantizedLinear, QuantizedExperts)):
             return f"already {module.scheme}"
-        if not isinstance(module, nn.Linear):
+        is_linear = isinstance(module, nn.Linear)
+        if not is_linear and expert_layout(module) is None:
             return "holds stacked weights, not nn.Linear layers"
+        if not is_linear and not self._experts:
+            return "holds experts, which have no static activations"
         pattern = self._patterns.match(name)
         if pattern is not None:
             return f"ignored by {pattern!r}"
+        if not is_linear:
+            return self._plain_reason(name, module, next(p for p in module._parameters.values() if p is not None))
         if type(module) is nn.Linear and module._parameters.get("weight") is None:
             return "weight is computed at every call (weight_norm, prune), not a parameter"
         others = [n for n in self._owners[id(module.weight)] if n != name] if type(module) is nn.Linear else []
@@ -302,35 +314,45 @@ class _Skips:
             return "output layer (lm_head=True quantizes it)"
         if type(module) is not nn.Linear:
             return f"{type(module).__name__}, a subclass of nn.Linear"
+        return self._plain_reason(name, module, module.weight)
+
+    def _plain_reason(self, name: str, module: nn.Module, weight: Tensor) -> str:
         if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in _HOOKS):
             return "has hooks"
-        if module.weight.dtype not in FLOAT_INPUTS:
-            return f"weight is {dtype_name(module.weight)}"
+        if weight.dtype not in FLOAT_INPUTS:
+            return f"weight is {dtype_name(weight)}"
         if self._filter is not None and not self._filter(module, name):
             return "refused by filter"
         return ""
 
 
-def _layers(model: nn.Module, choice: _Choice, report: QuantizeReport, caller: str) -> list[str]:
-    """Names of the layers to quantize; the others, and patterns without a match, go into the report."""
+def _layers(model: nn.Module, choice: _Choice, report: QuantizeReport, caller: str, experts: bool = False) -> list[str]:
+    """Names of the layers to quantize, experts too if wanted; others, and patterns without a match, are reported."""
     if isinstance(model, nn.Linear):
         raise ValueError(f"{caller}.model: expected a module that holds linear layers, got {type(model).__name__}")
     patterns = _Patterns(choice.ignore)
-    skips = _Skips(model, patterns, choice)
+    skips = _Skips(model, patterns, choice, experts)
     report.unmatched = patterns.unmatched([n for n, _ in model.named_modules() if n])
     names = []
     for name, module in model.named_modules():
         stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
-        if not isinstance(module, (nn.Linear, QuantizedLinear)) and not stacked:
+        if not isinstance(module, (nn.Linear, QuantizedLinear, QuantizedExperts)) and not stacked:
             continue
         reason = skips.reason(name, module)
         if not reason:
             names.append(name)
             continue
-        shape = tuple(cast(Tensor, stacked[0] if stacked else module.weight).shape)
         size = _module_bytes(module)
-        report.skipped.append(LayerReport(name, shape, "", size, size, reason))
+        report.skipped.append(LayerReport(name, _shape(module), "", size, size, reason))
     return names
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    """Of a layer's weight; of experts, the first stack."""
+    if isinstance(module, QuantizedExperts):
+        return tuple(module.weight("gate_up_proj").shape or ())
+    stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+    return tuple(cast(Tensor, stacked[0] if stacked else module.weight).shape)
 
 
 def _module_bytes(module: nn.Module) -> int:
