@@ -54,7 +54,7 @@ PRIVATE = {
     "_db_": "db", "_dispatch": "op",
     "cli_": "cli", "__main__": "cli", "_moe": "api", "_pairs": "api", "_shuffled": "api",
     "_report": "report", "_linear": "nn",
-    "_calibration": "nn", "_saving": "nn", "checkpoint": "nn", "_experts": "nn",
+    "_calibration": "nn", "_saving": "nn", "checkpoint": "nn", "_experts": "nn", "hf": "nn",
 }  # fmt: skip
 
 FILES = sorted(PACKAGE.rglob("*.py"))
