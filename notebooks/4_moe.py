@@ -22,7 +22,7 @@ from fpk.study.experts import expert_load, layer_errors, plot_layer_errors, plot
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 small = device == "cpu"
-model, shrink = "qwen3_30b_a3b", 16 if small else 1
+model, shrink = "qwen3_30b_a3b", 32 if small else 1
 torch.manual_seed(0)
 
 # %% [markdown]
@@ -31,7 +31,7 @@ torch.manual_seed(0)
 
 # %%
 quick = dict(about_ms=1, rounds=1) if small else dict(about_ms=15)
-stages = time_stages(model, (1, 16) if small else (1, 16, 128, 1024), shrink, **quick)
+stages = time_stages(model, (1, 8) if small else (1, 16, 128, 1024), shrink, **quick)
 stages.pivot_table(index="stage", columns="tokens", values="us", sort=False).round(1)
 
 # %%
@@ -67,7 +67,7 @@ print(f"rows of the busiest expert: even {loads['even'].max()}, skewed {loads['s
 # %%
 experts, per_token, hidden, inner, _ = fpk.shapes.MOE_LAYERS[model]
 size = dict(N=2 * inner // shrink, K=hidden // shrink, E=experts)
-counts = (4, 16) if small else (16, 64, 256, 1024)
+counts = (2, 8) if small else (16, 64, 256, 1024)
 cases = {f"{s}/T={t}": dict(M=t * per_token, spread=s, **size) for s in ("even", "skewed", "one") for t in counts}
 skew = fpk.sweep("grouped_scaled_mm", cases, ["fpk"], **quick)
 skew = skew.assign(spread=skew["case"].str.partition("/")[0], tokens=skew["M"] // per_token)

@@ -6,6 +6,7 @@ alternating rounds of CUDA-graph replays, operands out of L2; on a CPU an op is 
 
 import dataclasses
 import fnmatch
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.check import assert_close, rel_error
-from fpk.device import INTERPRETING, of
+from fpk.device import INTERPRETING, Device, of
 from fpk.op import OPS, Op
 from fpk.study.peers import Peer, peers_of
 from fpk.tune.records import run_of
@@ -29,7 +30,7 @@ COLUMNS = (
     "source", "timer", "clock_mhz", "sm_clock_mhz", "memory_clock_mhz", "power_limit_w", "copy_gb_per_s", "bf16_tflops",
 )  # fmt: skip
 """Columns of a result: times in microseconds, `error` relative to the reference, the last two this machine's own
-ceilings, measured when the sweep began."""
+ceilings, measured in the same process."""
 
 SIZES = ("M", "N", "K", "E", "T")
 CPU_LIMITS = {"M": 32, "T": 32, "N": 256, "K": 512, "H": 512, "E": 8, "tokens": 64}
@@ -237,7 +238,7 @@ class _Case:
             return samples
 
     def _facts(self) -> dict[str, Any]:
-        run = dataclasses.asdict(run_of(self.op, of(self.device), self.timer.name, self.timer.clock_mhz()))
+        run = _run(self.op, of(self.device), self.timer.name)
         sizes = {n: self.case.get(n) for n in SIZES}
         return (
             dict(case=self.name, flops=self.cost.flops, bytes=self.cost.bytes, clock_mhz=self.timer.clock_mhz())
@@ -252,6 +253,12 @@ class _Case:
             noise_percent=sample.noise_percent, tflops=self.cost.flops / sample.us / 1e6,
             gb_per_s=self.cost.bytes / sample.us / 1e3,
         )  # fmt: skip
+
+
+@functools.cache
+def _run(op: Op[..., Any], device: Device, timer: str) -> dict[str, Any]:
+    """Where and by what an op's rows are measured; asked once, as it starts nvidia-smi and reads sources."""
+    return dataclasses.asdict(run_of(op, device, timer, None))
 
 
 def _raising(error: Exception) -> Call:
@@ -271,8 +278,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
 
 
+@functools.cache
 def ceilings(device: str) -> dict[str, float]:
-    """What this machine reaches: GB/s of a copy (read and written), TFLOP/s of torch's bf16 product."""
+    """What this machine reaches: GB/s of a copy (read and written), TFLOP/s of torch's bf16 product. Measured once."""
     gpu = torch.device(device).type == "cuda"
     count, side = (1 << 29, 8192) if gpu else (1 << 24, 512)
     x = torch.randn(count // 2, device=device, dtype=torch.bfloat16)
