@@ -70,6 +70,12 @@ def expect_near(what: str, tensor: Tensor) -> None:
         )
 
 
+def expect_slots(what: str, tensor: Tensor, slots: int) -> None:
+    """Kernels number the rows of experts in int32."""
+    if slots >= 2**31:
+        raise ValueError(f"{what}: expected fewer than 2^31 slots, got {slots} by shape {_spell(tensor.shape)}")
+
+
 def expect_not_empty(what: str, tensor: Tensor, dim: int) -> None:
     if tensor.shape[dim] == 0:
         raise ValueError(f"{what}: expected at least one element along dimension {dim}, got {_spell(tensor.shape)}")

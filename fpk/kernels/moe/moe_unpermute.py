@@ -24,6 +24,7 @@ from fpk.check import (
     expect_one_of,
     expect_rank,
     expect_shape,
+    expect_slots,
 )
 from fpk.db import Config, bucket
 from fpk.device import of
@@ -64,6 +65,7 @@ def check(
     expect_dtype("moe_unpermute.position", position, torch.int32)
     expect_near("moe_unpermute.position", position)
     T, top_k = position.shape
+    expect_slots("moe_unpermute.position", position, T * top_k)
     expect_shape("moe_unpermute.x", x, (T * top_k, x.shape[1]))
     if weights is not None:
         expect_shape("moe_unpermute.weights", weights, (T, top_k))

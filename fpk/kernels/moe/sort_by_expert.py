@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import expect_dtype, expect_near, expect_rank
+from fpk.check import expect_dtype, expect_near, expect_rank, expect_slots
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.kernels.gemm._mm import after_previous
@@ -52,6 +52,7 @@ def check(ids: Tensor, num_experts: int, expert_map: Tensor | None, **_: Any) ->
     expect_rank("sort_by_expert.ids", ids, 2)
     expect_dtype("sort_by_expert.ids", ids, torch.int32, torch.int64)
     expect_near("sort_by_expert.ids", ids)
+    expect_slots("sort_by_expert.ids", ids, ids.shape[0] * ids.shape[1])
     if num_experts < 1:
         raise ValueError(f"sort_by_expert.num_experts: expected a positive number, got {num_experts}")
     if expert_map is not None:
