@@ -2,6 +2,7 @@
 
     python tests/cross.py                 the default config of every op on every target
     python tests/cross.py --sample 3      and as many candidates, drawn by seed, on one target that changes daily
+    python tests/cross.py --shipped       default configs of both cases, and every row of the database, on every target
     python tests/cross.py --all           every legal candidate on every target (hours)
 
 For each launch: it compiles; its shared memory fits; a kernel meant for the matrix unit uses the instruction that its
@@ -10,6 +11,7 @@ TRITON_INTERPRET unset.
 """
 
 import argparse
+import csv
 import importlib
 import json
 import multiprocessing
@@ -30,6 +32,7 @@ import triton
 from capture import TARGETS, Launch, arguments, launches_of, representative
 
 import fpk.kernels  # noqa: F401  declares every op
+from fpk import db
 from fpk.device import SHARED_LIMIT, Device, pretend
 from fpk.op import OPS, Op
 from fpk.tune.arguments import legal_candidates
@@ -37,6 +40,7 @@ from fpk.tune.arguments import legal_candidates
 MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma|v_smfmac")
 # the warp-group instructions want 64 rows of the output; below that Triton takes mma.sync
 BEST = {"sm90": "wgmma.mma_async", "sm100": "tcgen05.mma"}
+ROWS = Path(__file__).parents[1] / "autotune_db"
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -52,6 +56,7 @@ class Record:
     shared: int = 0
     registers: int | None = None
     spills: int | None = None
+    instructions: int = 0
     matrix: str = ""
     note: str = ""  # why there is nothing to compile
     wrong: list[str] = field(default_factory=list)
@@ -88,6 +93,13 @@ def resources(compiled: Any) -> tuple[int | None, int | None]:
     return registers, None
 
 
+def count_instructions(compiled: Any) -> int:
+    """Machine instructions of the kernel, as the disassembler or the assembler's text has them."""
+    if "amdgcn" in compiled.asm:
+        return len(re.findall(r"^\t(?:[vs]_|ds_|buffer_|global_|flat_|scratch_)\w+", compiled.asm["amdgcn"], re.M))
+    return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", _tool("cuobjdump", "-sass", given=compiled.asm["cubin"]), re.M))
+
+
 def _tool(name: str, *options: str, given: bytes) -> str:
     """What one of the tools inside triton's wheel says about a file; nothing if the wheel lacks it."""
     if not (NVIDIA_TOOLS / name).exists():
@@ -113,6 +125,7 @@ def inspect_launch(op: Op, launch: Launch, record: Record) -> None:
         return
     record.shared = compiled.metadata.shared
     record.registers, record.spills = resources(compiled)
+    record.instructions = count_instructions(compiled)
     found = sorted(set(MATRIX.findall(compiled.asm.get("ptx") or compiled.asm.get("amdgcn") or "")))
     record.matrix = " ".join(found)
     limit = SHARED_LIMIT[record.target]
@@ -164,6 +177,41 @@ def check_op(name: str, target: str, candidates: int | None, seed: int = 0) -> l
     return records
 
 
+def check_shipped(name: str, target: str) -> list[Record]:
+    """Default configs of all of the op's cases that differ, and every database row that is legal on `target`."""
+    op, seen = OPS[name], set[str]()
+    records = check_op(name, target, 0)
+    for path in sorted(ROWS.glob(f"*/{name}.csv")):
+        for row in db.parse_table(path.read_text()):
+            try:
+                bound = arguments(op, db.parse_case(row.case), target)
+                with pretend(target) as device:
+                    legal = op.is_legal(row.config, bound, device)
+            except NotImplementedError:
+                continue
+            if legal:
+                records += compile_config(op, bound, row.config, target, False, seen)
+    return records
+
+
+def summary(records: list[Record]) -> list[dict[str, Any]]:
+    """One line for each kernel of an op on a target: the most that any of its configs takes."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        if not record.note:
+            groups.setdefault((record.op, record.kernel, record.target), []).append(record)
+    return [
+        dict(
+            op=op, kernel=kernel, target=target, configs=len(found), registers=max(r.registers or 0 for r in found),
+            spills=max(r.spills or 0 for r in found), shared=max(r.shared for r in found),
+            instructions=max(r.instructions for r in found),
+            matrix=" ".join(sorted({w for r in found for w in r.matrix.split()})),
+            wrong=sum(bool(r.wrong) for r in found),
+        )
+        for (op, kernel, target), found in sorted(groups.items())
+    ]  # fmt: skip
+
+
 def chosen(op: Op, bound: dict, device: Device, candidates: int | None, seed: int) -> list[dict]:
     legal = legal_candidates(op, bound, device)[1:]
     if candidates is None or len(legal) <= candidates:
@@ -173,12 +221,16 @@ def chosen(op: Op, bound: dict, device: Device, candidates: int | None, seed: in
 
 def _task(task: tuple) -> list[Record]:
     try:
-        return check_op(*task)
+        return check_shipped(*task[:2]) if task[2] == "shipped" else check_op(*task)
     except Exception as error:  # one broken op must not hide the others
         return [Record(task[0], "-", task[1], {}, True, wrong=[_brief(error)])]
 
 
-def tasks(ops: list[str], targets: list[str], everything: bool, sample: int, day: int) -> list[tuple]:
+def tasks(
+    ops: list[str], targets: list[str], everything: bool, sample: int, day: int, shipped: bool = False
+) -> list[tuple]:
+    if shipped:
+        return [(op, target, "shipped", day) for op in ops for target in targets]
     plan: list[tuple] = [(op, target, None if everything else 0, day) for op in ops for target in targets]
     if sample and not everything:
         rotating = {op: targets[(zlib.crc32(op.encode()) + day) % len(targets)] for op in ops}
@@ -192,6 +244,8 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(TARGETS), help="names, comma separated")
     parser.add_argument("--sample", type=int, default=0, help="candidates per op on its target of the day")
     parser.add_argument("--all", action="store_true", help="every legal candidate on every target")
+    parser.add_argument("--shipped", action="store_true", help="default configs and the database's rows")
+    parser.add_argument("--csv", help="also write what each kernel takes at most here")
     parser.add_argument("--day", type=int, default=int(time.time() // 86400), help="repeats the draw of a day")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", help="also write the records here")
@@ -202,7 +256,7 @@ def main() -> int:
         importlib.import_module(args.extra)
         args.ops = ",".join(n for n in OPS if n not in known)
     ops = args.ops.split(",") if args.ops else list(OPS)
-    plan = tasks(ops, args.targets.split(","), args.all, args.sample, args.day)
+    plan = tasks(ops, args.targets.split(","), args.all, args.sample, args.day, args.shipped)
     records: list[Record] = []
     print(f"day {args.day}: {len(plan)} pairs of op and target", flush=True)
     context = multiprocessing.get_context("fork")  # the modules are imported already
@@ -212,6 +266,12 @@ def main() -> int:
             print(*(r.row() for r in found), sep="\n", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps([asdict(r) for r in records], default=str))
+    if args.csv:
+        lines = summary(records)
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines)
     wrong = [r for r in records if r.wrong]
     print(f"{len(records)} kernels, {len(wrong)} wrong", *(r.row() for r in wrong), sep="\n")
     return 1 if wrong else 0
