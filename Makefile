@@ -11,7 +11,7 @@ EXTRAS := dev,study,docs
 stage = @start=$$(date +%s); $(2) || { echo "stage $(1): failed"; exit 1; }; \
 	echo "$(1) $$start $$(date +%s)" | awk '{ printf "stage %s: %.1f min\n", $$1, ($$3 - $$2) / 60 }'
 
-.PHONY: demo test lint cross bench notebooks docs install
+.PHONY: demo test lint cross mutants bench notebooks docs install
 
 demo: install
 	$(call stage,demo,$(BIN)/fpk study --out out/demo)
@@ -23,10 +23,16 @@ lint: install
 	$(call stage,ruff,$(BIN)/ruff check . && $(BIN)/ruff format --check .)
 	$(call stage,mypy,$(BIN)/mypy)
 
-# every legal candidate on every target, as a table; OPS="a,b" and TARGETS="sm90" narrow it
+# default configs and every database row on every target, as a table; EVERY=1: every legal candidate (hours);
+# OPS="a,b" and TARGETS="sm90" narrow it
 cross: install
-	$(call stage,cross,env -u TRITON_INTERPRET $(BIN)/python -W ignore tests/cross.py --all --jobs $(JOBS) \
-		$(if $(OPS),--ops $(OPS)) $(if $(TARGETS),--targets $(TARGETS)))
+	$(call stage,cross,env -u TRITON_INTERPRET $(BIN)/python -W ignore tests/cross.py --jobs $(JOBS) \
+		$(if $(EVERY),--all,--shipped) $(if $(OPS),--ops $(OPS)) $(if $(TARGETS),--targets $(TARGETS)) \
+		$(if $(EVERY)$(OPS)$(TARGETS),,--csv results/cross.csv))
+
+# wrong kernels made by rule, and whether the laws notice: the table results/mutants.csv (an hour)
+mutants: install
+	$(call stage,mutants,env PYTHONPATH=tests $(BIN)/python -W ignore -m trust.mutate --jobs $(JOBS))
 
 # timings: needs an idle GPU
 bench: install
