@@ -302,9 +302,12 @@ def _check_plain(stored: StoredTensor, place: Tensor) -> None:
 
 
 def _plain(source: Checkpoint, stored: StoredTensor, place: Tensor, device: torch.device) -> Tensor:
-    """The tensor in its place's dtype: made where that has no data, else a view to copy from."""
+    """The tensor in its place's dtype: made where that has no data, else on the CPU, to copy from.
+
+    So the copy, when the model is already changing, allocates nothing and cannot fail for want of memory.
+    """
     read = source.read(stored.name)
-    return read.to(device, place.dtype, copy=True) if place.is_meta else read
+    return read.to(device, place.dtype, copy=True) if place.is_meta else read.to(place.dtype)
 
 
 def _put(model: nn.Module, values: Sequence[tuple[Tensor, Tensor]]) -> None:
