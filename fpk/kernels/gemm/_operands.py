@@ -180,7 +180,11 @@ def promoted_groups(made: dict[str, Any]) -> list[int]:
 
 
 def pointer(codes: Tensor, made: dict[str, Any], side: str) -> Tensor:
-    """Codes as a kernel takes them: FP8 as bytes where it decodes them itself."""
+    """Codes as a kernel takes them: FP8 as bytes where it decodes them itself. FP6 that lies right is read in words."""
+    if made[f"FORMAT_{side}"] in ("e2m3", "e3m2"):
+        aligned = all(s % 4 == 0 for s in codes.stride()[:-1]) and codes.data_ptr() % 4 == 0
+        if aligned and codes.shape[-1] % 12 == 0:
+            made[f"FORMAT_{side}"] += "_words"
     return codes.view(torch.uint8) if codes.dtype in FP8 and made[f"FORMAT_{side}"] != "raw" else codes
 
 
@@ -217,6 +221,20 @@ def load_codes(rows, k, K, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: 
         else:
             pair = tl.load(rows + at, mask=at < K // 2, other=0)
         codes = interleave(pair & 15, pair >> 4).to(tl.int32)
+    elif FORMAT == "e2m3_words" or FORMAT == "e3m2_words":  # 16 codes in three words
+        at = k // 16 * 3 + tl.arange(0, BLOCK_K // 16)[None, :] * 3
+        words = rows.to(tl.pointer_type(tl.uint32)) + at
+        if EVEN_K:
+            w0, w1, w2 = tl.load(words), tl.load(words + 1), tl.load(words + 2)
+        else:
+            mask = at < K // 16 * 3
+            w0 = tl.load(words, mask=mask, other=0)
+            w1 = tl.load(words + 1, mask=mask, other=0)
+            w2 = tl.load(words + 2, mask=mask, other=0)
+        even = interleave(w0, (w1 >> 16) | (w2 << 16))
+        odd = interleave((w0 >> 24) | (w1 << 8), w2 >> 8)
+        quads = interleave(even, odd)  # in the lowest 24 bits
+        codes = interleave(interleave(quads, quads >> 12), interleave(quads >> 6, quads >> 18)).to(tl.int32) & 63
     elif FORMAT == "e2m3" or FORMAT == "e3m2":
         at = k // 4 * 3 + tl.arange(0, BLOCK_K // 4)[None, :] * 3
         if EVEN_K:
@@ -243,9 +261,9 @@ def decode_codes(codes, FORMAT: tl.constexpr):
     """Codes to fp32, exactly."""
     if FORMAT == "e2m1":
         value = decode_narrow(codes, 1, 1, 4)
-    elif FORMAT == "e2m3":
+    elif FORMAT == "e2m3" or FORMAT == "e2m3_words":
         value = decode_narrow(codes, 3, 1, 6)
-    elif FORMAT == "e3m2":
+    elif FORMAT == "e3m2" or FORMAT == "e3m2_words":
         value = decode_narrow(codes, 2, 3, 6)
     elif FORMAT == "int4":
         value = ((codes << 28) >> 28).to(tl.float32)
