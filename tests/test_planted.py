@@ -18,7 +18,7 @@ PLANTS = [
     ),
     Plant(
         "quantize_fp8_token", "one scale for the whole tile",
-        "amax_of_key(tl.max(keys, axis=1))", "amax_of_key(tl.max(keys, axis=1) * 0 + tl.max(keys))",
+        "amax_of_key(tl.max(keys, axis=1))", "amax_of_key(tl.max(keys, axis=1) * 0 + tl.max(keys))", 2,
     ),
     Plant(
         "quantize_fp8_token", "last row unwritten",
@@ -26,7 +26,7 @@ PLANTS = [
     ),
     Plant(
         "quantize_fp8_token", "no zero-row guard",
-        "tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))", "tl.math.div_rn(amax, QMAX)", 2,
+        "tl.maximum(tl.math.div_rn(amax, QMAX), 1 / (512 * QMAX))", "tl.math.div_rn(amax, QMAX)", 4,
     ),
     Plant("quantize_fp8_token", "NaN counts", "keys = tl.maximum(keys, tl.where(mask, amax_key(x), 0))",
           "keys = tl.maximum(keys, tl.where(mask, amax_key(tl.where(x != x, 1e30, x)), 0))"),
@@ -35,18 +35,18 @@ PLANTS = [
         "quantize_fp8_token", "wrong in one kernel of two",
         "amax = tl.max(tl.abs(x), axis=1)", "amax = tl.max(tl.abs(x), axis=1) * 1.0000005",
     ),
-    Plant("quantize_fp8_token", "stack index dropped", "rows = e * M + offs_m", "rows = offs_m", 2),
+    Plant("quantize_fp8_token", "stack index dropped", "rows = e * M + offs_m", "rows = offs_m", 3),
     Plant("quantize_fp8_tensor", "dropped scale", "quantize_fp8(x, scale,", "quantize_fp8(x, scale * 0 + 1.0,"),
     Plant(
         "quantize_fp8_tensor", "no zero guard",
         "tl.maximum(tl.math.div_rn(total_amax(key_ptr, e, parts, BLOCK_P), QMAX), 1 / (512 * QMAX))",
-        "tl.math.div_rn(total_amax(key_ptr, e, parts, BLOCK_P), QMAX)",
+        "tl.math.div_rn(total_amax(key_ptr, e, parts, BLOCK_P), QMAX)", 2,
     ),
     Plant(
-        "quantize_fp8_tensor", "first matrix's maximum for all", "total_amax(key_ptr, e,", "total_amax(key_ptr, 0,",
+        "quantize_fp8_tensor", "first matrix's maximum for all", "total_amax(key_ptr, e,", "total_amax(key_ptr, 0,", 2,
     ),
     Plant("quantize_fp8_tensor", "scales of a stack unwritten", "tl.store(scale_ptr + e, scale)",
-          "tl.store(scale_ptr, scale)"),
+          "tl.store(scale_ptr, scale)", 2),
     Plant("quantize_fp8_tensor", "padding rows unquantized", "(offs_m < M)[:, None]", "(offs_m < M - 1)[:, None]"),
     Plant("dequantize", "dropped scale", "(value * scale)", "(value)"),
     Plant("dequantize", "groups along K ignored", "(offs_k * 0 if COLS == -1 else offs_k // COLS)", "(offs_k * 0)"),

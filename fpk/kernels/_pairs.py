@@ -134,6 +134,13 @@ def int8_of_pairs(words, scale, RARE: tl.constexpr, QMIN: tl.constexpr, NATIVE: 
 
 
 @triton.jit
+def words_of(x):
+    """Words [M, G, n / 2] of fp32 values [M, G, n] that are exactly bf16."""
+    low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+    return ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (high.to(tl.int32, bitcast=True) & -65536)
+
+
+@triton.jit
 def _max_pairs(a, b):
     return tl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1

@@ -32,8 +32,10 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._microscale import element_constants, scale_constants
+from fpk.kernels._microscale import element_constants, scale_byte, scale_constants
 from fpk.kernels._mx import expect_mx, expect_packable, mx_blocks, mx_buffers, packs, quantized_mx, store_mx
+from fpk.kernels._pairs import TARGETS as PAIRS
+from fpk.kernels._pairs import fp4_times_power, largest_of_pairs, store_pairs, words_of
 from fpk.kernels._tile import after_previous, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
@@ -83,16 +85,71 @@ def _mx_kernel(
     store_mx(codes_ptr, scale_ptr, codes, byte, rows, offs_g, offs_m < M, I, width, BLOCK, BITS, PACKED, WORDS)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _pairs_kernel(
+    x_ptr, codes_ptr, scale_ptr,
+    M, I, width,
+    stride_xe, stride_xm, stride_xk, PDL: tl.constexpr,
+    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    BLOCK: tl.constexpr, ADDEND: tl.constexpr, EMAX: tl.constexpr, CLAMP: tl.constexpr, PACKED: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Packed FP4 of bf16 in pairs."""
+    FEW: tl.constexpr = min(GROUPS, 8)
+    after_previous(PDL)
+    groups = tl.cdiv(I, BLOCK)
+    tiles = tl.cdiv(groups, GROUPS)
+    e = tl.program_id(1).to(tl.int64)
+    first_m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M
+    first_g = (tl.program_id(0) % tiles).to(tl.int64) * GROUPS
+    offs_m, offs_g = first_m + tl.arange(0, BLOCK_M), first_g + tl.arange(0, GROUPS)
+    x_ptr += e * stride_xe
+    act, _, _ = load_activation(
+        x_ptr + offs_m * stride_xm, offs_m < M, offs_g * BLOCK, I, stride_xk,
+        FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, GROUPS, BLOCK, BLOCK,
+    )  # fmt: skip
+    words = words_of(act)
+    largest = largest_of_pairs(words)
+    byte = scale_byte(largest.to(tl.float32, bitcast=True), ADDEND, EMAX)
+    rare = (largest >= 0x7F800000) | ((largest > 0) & (byte == 0))
+    if tl.max(tl.where(rare, 1, 0), axis=None) > 0:
+        for piece in range(0, BLOCK_M * GROUPS, FEW):  # little at a time, so that it costs no registers
+            row = first_m + piece // GROUPS + tl.arange(0, 1)
+            some = first_g + piece % GROUPS + tl.arange(0, FEW)
+            its_act, mask, _ = load_activation(
+                x_ptr + row * stride_xm, row < M, some * BLOCK, I, stride_xk,
+                FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, 1, FEW, BLOCK, BLOCK,
+            )  # fmt: skip
+            codes, bytes = mx_blocks(
+                its_act, mask, ADDEND, EMAX, CLAMP, BITS, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE
+            )  # fmt: skip
+            store_mx(
+                codes_ptr, scale_ptr, codes, bytes, e * M + row, some, row < M, I, width, BLOCK, BITS, PACKED, WORDS
+            )  # fmt: skip
+    else:
+        rows = e * M + offs_m
+        pairs = fp4_times_power(words, tl.maximum(byte, 1), largest > 0)
+        store_pairs(codes_ptr + rows * width, pairs, offs_g, offs_m < M, width)
+        scale_ptrs = scale_ptr + rows[:, None] * groups + offs_g[None, :]
+        tl.store(scale_ptrs, byte.to(tl.uint8), mask=(offs_m < M)[:, None] & (offs_g < groups)[None, :])
+
+
 def configs(x: Tensor, **_: Any):
     rows = 8 if x.shape[-2] > 4 else 1
-    yield Config(BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)  # 32 activations a thread
+    for kernel in ("pairs", "mx"):  # 32 activations a thread
+        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)
     for (rows, groups), warps in itertools.product(
         ((1, 16), (1, 32), (1, 64), (2, 16), (2, 32), (4, 8), (4, 16), (8, 4), (8, 8), (16, 2), (16, 4)), (2, 4, 8)
     ):
-        yield Config(BLOCK_M=rows, GROUPS=groups, num_warps=warps)
+        for kernel in ("pairs", "mx"):
+            yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=groups, num_warps=warps)
 
 
-def legal(config: Config, **_: Any) -> bool:
+def legal(config: Config, x: Tensor, format: str, packed: bool, **_: Any) -> bool:
+    if config["kernel"] == "pairs" and (format != "mxfp4" or not packed or x.dtype is not torch.bfloat16):
+        return False
     # at most 64 activations a thread, or registers spill
     return config["BLOCK_M"] * config["GROUPS"] * MX_BLOCK <= 2048 * config["num_warps"]
 
@@ -129,7 +186,7 @@ def inputs(
         rule=(None, *MX_RULES), packed=(False, True), x_dtype=FLOAT_INPUTS, kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"),
     ),
-    kernels=dict(mx=Kernel(_mx_kernel)),
+    kernels=dict(mx=Kernel(_mx_kernel), pairs=Kernel(_pairs_kernel, targets=PAIRS, interpretable=False)),
     configs=configs, key=key, legal=legal, cost=cost, cases={
         f"{name}/{format}": case
         for format in ("mxfp4", "mxfp8_e4m3")
@@ -168,7 +225,9 @@ def act_and_mul_quantize_mx(
         return codes, scale
     E, stride_xe = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(scale.shape[-1], config["GROUPS"])
-    _mx_kernel[(tiles, E)](
+    config = dict(config)
+    kernel = {"mx": _mx_kernel, "pairs": _pairs_kernel}[config.pop("kernel")]
+    kernel[(tiles, E)](
         x, codes.view(torch.uint8) if codes.dtype in FP8 else codes, scale,
         M, I, codes.shape[-1], stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),

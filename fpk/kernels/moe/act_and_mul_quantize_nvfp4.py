@@ -46,6 +46,8 @@ from fpk.kernels._nvfp4 import (
     store_global,
     store_nvfp4,
 )
+from fpk.kernels._pairs import TARGETS as PAIRS
+from fpk.kernels._pairs import fp4_times, largest_of_pairs, nvfp4_scales, store_pairs, words_of
 from fpk.kernels._tile import after_previous, amax_key, early_start, fp8_constants
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, scales
@@ -145,16 +147,78 @@ def _nvfp4_kernel(
     store_nvfp4(codes_ptr, scale_ptr, codes, stored, rows, offs_g, mask_m, I, width, BLOCK, PACKED)
 
 
+@triton.jit(do_not_specialize=["M", "parts"])
+def _pairs_kernel(
+    x_ptr, key_ptr, given_ptr, codes_ptr, scale_ptr, global_ptr,
+    M, I, width, parts,
+    stride_xe, stride_xm, stride_xk, stride_ge, stride_gm, PDL: tl.constexpr,
+    FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LIMIT: tl.constexpr, PRECISE: tl.constexpr,
+    BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, HUGE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Packed codes of bf16 in pairs."""
+    FEW: tl.constexpr = min(GROUPS, 8)
+    after_previous(PDL)
+    groups = tl.cdiv(I, BLOCK)
+    tiles = tl.cdiv(groups, GROUPS)
+    e = tl.program_id(1).to(tl.int64)
+    tile_g = tl.program_id(0) % tiles
+    first_m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M
+    first_g = tile_g.to(tl.int64) * GROUPS
+    offs_m, offs_g = first_m + tl.arange(0, BLOCK_M), first_g + tl.arange(0, GROUPS)
+    mask_m = offs_m < M
+    x_ptr += e * stride_xe
+    act, _, _ = load_activation(
+        x_ptr + offs_m * stride_xm, mask_m, offs_g * BLOCK, I, stride_xk,
+        FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, GROUPS, BLOCK, BLOCK,
+    )  # fmt: skip
+    given, g = global_of(
+        given_ptr, key_ptr, e, M, offs_m, mask_m, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
+    )  # fmt: skip
+    store_global(global_ptr, given, e, M, offs_m, mask_m, tile_g == 0, PER_TOKEN)
+    words = words_of(act)
+    largest = largest_of_pairs(words)
+    strange = (mask_m & ((g < 2.0**-40) | (g > 2.0**40) | (g != g)))[:, None]
+    if tl.max(tl.where((largest >= 0x7F800000) | strange, 1, 0), axis=None) > 0:
+        for piece in range(0, BLOCK_M * GROUPS, FEW):  # little at a time, so that it costs no registers
+            row = first_m + piece // GROUPS + tl.arange(0, 1)
+            some = first_g + piece % GROUPS + tl.arange(0, FEW)
+            its_act, mask, _ = load_activation(
+                x_ptr + row * stride_xm, row < M, some * BLOCK, I, stride_xk,
+                FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, 1, FEW, BLOCK, BLOCK,
+            )  # fmt: skip
+            _its_given, its_g = global_of(
+                given_ptr, key_ptr, e, M, row, row < M, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
+            )  # fmt: skip
+            codes, its_scale = nvfp4_blocks(
+                its_act, mask, its_g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE, HARDWARE
+            )  # fmt: skip
+            store_nvfp4(codes_ptr, scale_ptr, codes, its_scale, e * M + row, some, row < M, I, width, BLOCK, PACKED)
+    else:
+        rows = e * M + offs_m
+        amax = largest.to(tl.float32, bitcast=True)
+        stored, scale, factor = nvfp4_scales(amax, tl.broadcast_to(g[:, None], amax.shape))
+        store_pairs(codes_ptr + rows * width, fp4_times(words, factor, scale > 0), offs_g, mask_m, width)
+        scale_ptrs = scale_ptr + rows[:, None] * groups + offs_g[None, :]
+        tl.store(scale_ptrs, stored, mask=mask_m[:, None] & (offs_g < groups)[None, :])
+
+
 def configs(x: Tensor, **_: Any):
     rows = 8 if x.shape[-2] > 4 else 1
-    yield Config(BLOCK_M=rows, GROUPS=64 // rows, PROGRAMS=1024, num_warps=2)
+    for kernel in ("pairs", "nvfp4"):
+        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=64 // rows, PROGRAMS=1024, num_warps=2)
     for (rows, groups), warps in itertools.product(
         ((1, 32), (1, 64), (1, 128), (2, 32), (4, 8), (4, 16), (8, 8), (8, 16), (16, 4)), (2, 4, 8)
     ):
-        yield Config(BLOCK_M=rows, GROUPS=groups, PROGRAMS=1024, num_warps=warps)
+        for kernel in ("pairs", "nvfp4"):
+            yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=groups, PROGRAMS=1024, num_warps=warps)
 
 
-def legal(config: Config, **_: Any) -> bool:
+def legal(config: Config, x: Tensor, packed: bool, four_over_six: bool, **_: Any) -> bool:
+    if config["kernel"] == "pairs" and (not packed or four_over_six or x.dtype is not torch.bfloat16):
+        return False
     # at most 32 activations a thread, or registers spill
     return config["BLOCK_M"] * config["GROUPS"] * NVFP4_BLOCK <= 1024 * config["num_warps"]
 
@@ -200,7 +264,10 @@ def inputs(
         given=(False, True), four_over_six=(False, True), packed=(False, True), x_dtype=FLOAT_INPUTS, kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"),
     ),
-    kernels=dict(nvfp4=Kernel(_nvfp4_kernel), amax=Kernel(_amax_kernel)),
+    kernels=dict(
+        nvfp4=Kernel(_nvfp4_kernel), pairs=Kernel(_pairs_kernel, targets=PAIRS, interpretable=False),
+        amax=Kernel(_amax_kernel),
+    ),
     configs=configs, legal=legal, launcher_fields=("PROGRAMS",), key=key, cost=cost,
     cases=activation_cases() | {f"{name}/static": case for name, case in activation_cases(given=True).items()},
 )  # fmt: skip
@@ -249,7 +316,8 @@ def act_and_mul_quantize_nvfp4(
     encoding = fp8_constants(E4M3FN, of(x.device))
     del encoding["MAX"]
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(scale.shape[-1], config["GROUPS"])
-    _nvfp4_kernel[(tiles, E)](
+    kernel = {"nvfp4": _nvfp4_kernel, "pairs": _pairs_kernel}[config["kernel"]]
+    kernel[(tiles, E)](
         x, keys, global_scale, codes, scale.view(torch.uint8), stored,
         M, I, codes.shape[-1], 1 if keys is None else keys.shape[1],
         *strides, *global_strides(global_scale, per_token),
