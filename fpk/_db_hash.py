@@ -26,7 +26,10 @@ def jitted_by(function: Callable[..., Any]) -> list[Any]:
 
 
 def _function(kernel: Any) -> Callable[..., Any]:
-    return getattr(kernel, "fn", kernel)
+    """The function inside a jitted one, whatever lies around it (an op's Kernel, heuristics)."""
+    while isinstance(getattr(kernel, "fn", None), Callable):  # type: ignore[arg-type]
+        kernel = kernel.fn
+    return kernel
 
 
 def _visit(fn: Callable[..., Any], seen: dict[str, str]) -> None:
@@ -42,8 +45,8 @@ def _visit(fn: Callable[..., Any], seen: dict[str, str]) -> None:
     seen[name] = ast.dump(tree)  # without attributes: no positions
     for path, value in _captured(fn, tree):
         if isinstance(getattr(value, "fn", None), Callable):  # type: ignore[arg-type]
-            if _ours(value.fn, fn):
-                _visit(value.fn, seen)
+            if _ours(_function(value), fn):
+                _visit(_function(value), seen)
         elif isinstance(value, (bool, int, float, str, tuple, type(None))):
             seen[f"{name}:{path}"] = repr(value)
         elif type(value).__name__ == "constexpr":

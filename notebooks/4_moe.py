@@ -18,7 +18,7 @@ import torch
 
 import fpk
 from fpk.study.charts import figure, legend, logarithmic, style, tidy
-from fpk.study.experts import expert_load, layer_errors, plot_layer_errors, plot_stages, time_stages
+from fpk.study.moe_layer import expert_load, layer_errors, plot_layer_errors, plot_stages, time_stages
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 small = device == "cpu"
