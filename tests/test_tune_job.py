@@ -54,6 +54,11 @@ def test_an_exhaustive_log_has_every_candidate(tmp_path):
     assert {json.dumps(json.loads(t.config), sort_keys=True) for t in trials if t.stage == "screen"} == distinct
 
 
+def test_cases_may_be_named(tmp_path):
+    main(command(tmp_path, "--minutes", "5", "--cases", "M=16 K=512; M=64 K=256"))
+    assert {t.case for t in read_trials(tmp_path / "out" / "trials.jsonl.gz")} == {"M=16 K=512", "M=64 K=256"}
+
+
 def test_variants_multiply_the_cases():
     cases = with_variants([dict(M=1, K=8)], "fast_accum=True;dtype=torch.int8 a=tensor")
     assert cases == [dict(M=1, K=8), dict(M=1, K=8, fast_accum=True), dict(M=1, K=8, dtype=torch.int8, a="tensor")]

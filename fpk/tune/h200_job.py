@@ -157,7 +157,8 @@ class Job:
                 self.compile(op, cases, 0)
                 self.tune("exhaustive", [(op.name, case) for case in cases], 0, 0, 16)
             for name in names if not a.only_exhaustive else []:
-                cases = grid(OPS[name], _pairs(a.layers) or LAYERS, _numbers(a.tokens) or TOKENS)
+                cases = [db.parse_case(c) for c in a.cases.split(";") if c.strip()]
+                cases = cases or grid(OPS[name], _pairs(a.layers) or LAYERS, _numbers(a.tokens) or TOKENS)
                 cases = with_variants(cases, a.variants)
                 self.compile(OPS[name], cases, a.max_candidates)
                 self.tune("tune", order_cases((name, case) for case in cases), a.budget, a.max_candidates, 8)
@@ -215,6 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only-exhaustive", action="store_true")
     parser.add_argument("--layers", default="", help="NxK,... instead of the built-in six")
     parser.add_argument("--tokens", default="", help="M,... instead of the built-in four")
+    parser.add_argument("--cases", default="", help="cases instead of layers by tokens: `M=16 N=4096 K=7168;...`")
     parser.add_argument("--variants", default="", help="further arguments of each op's inputs, ;-separated")
     parser.add_argument("--budget", type=int, default=60, help="candidates tried per case")
     parser.add_argument("--max-candidates", type=int, default=200, help="candidates of an op that compete; 0: all")
