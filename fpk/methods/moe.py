@@ -3,6 +3,7 @@
 Nothing here computes: a method turns its parameters into `ExpertWeights` and the ops do the rest.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from fpk.methods.loading import Loader, Loading, Staging, are_pre_processed
 from fpk.methods.moe_config import activation_of, is_gated, is_interleaved, ranks_of
 from fpk.methods.parameter import name_of, register, replace
 from fpk.op import OPS
+
+_made: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, ExpertWeights]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class FusedMoEMethod(ABC):
         if x.dtype not in ACTIVATIONS or x.dim() != 2 or x.shape[1] not in (H, layer.experts.hidden):
             expect_dtype(f"{name_of(layer)}.x", x, *ACTIVATIONS)
             raise ValueError(f"{name_of(layer)}.x: expected (T, {H}), got {tuple(x.shape)}")
-        weights = self.get_fused_moe_quant_config(layer)
+        weights = self.weights_of(layer)
         padding = layer.experts.hidden - x.shape[1]
         shared = None
         if shared_experts is not None:  # added in fp32, before the sum over the experts is rounded
@@ -216,8 +219,20 @@ class FusedMoEMethod(ABC):
         )  # fmt: skip
         return self.apply(layer, x, weights, ids)
 
-    def moved(self, layer: Any) -> None:  # noqa: B027  most methods need not know
+    def weights_of(self, layer: Any) -> ExpertWeights:
+        """`get_fused_moe_quant_config`, made once as long as the layer's tensors stay where they are."""
+        if torch.compiler.is_compiling():
+            return self.get_fused_moe_quant_config(layer)
+        tensors = (*layer._parameters.values(), *layer._buffers.values())
+        key = (self, layer.weight_only, *[t.data_ptr() for t in tensors if t is not None])
+        found = _made.get(layer)
+        if found is None or found[0] != key:
+            found = _made[layer] = key, self.get_fused_moe_quant_config(layer)
+        return found[1]
+
+    def moved(self, layer: Any) -> None:
         """The layer's parameters may be on another device now."""
+        layer.weight_only = False
 
     def scheme(self, layer: Any) -> str:
         """Schemes as "weights:activations"."""

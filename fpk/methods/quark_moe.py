@@ -254,6 +254,7 @@ class QuarkW4A8Fp8MoEMethod(SerializedMoEMethod):
     def convert(self, layer: Any, loaded: dict[str, Tensor]) -> dict[str, Tensor | None]:
         name, made, sizes = name_of(layer), {}, layer.experts
         scales = {n: present(f"{name}.{n}", loaded[n]) for n in loaded if "scale" in n}
+        made |= scales
         for matrix in MATRICES:
             codes, rows = loaded[f"{matrix}_weight"], scales[f"{matrix}_weight_scale_2"]
             shard = scales[f"{matrix}_weight_scale"].view(sizes.experts, -1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fpk
 from fpk import methods
-from fpk.check import rel_error
+from fpk.check import bits, rel_error
 from fpk.formats import E4M3FN, INT8, encode
 from fpk.methods import Fp8Config, Linear, MoEConfig, RoutedExperts
 from fpk.methods._families import LayerSpec
@@ -251,8 +251,8 @@ def scheme_of(case: Case, layer: Any) -> str:
     return layer.quant_method.scheme(layer)
 
 
-def row(case: Case, gpu: bool) -> dict[str, str]:
-    """A row of the table: "yes", what went wrong, or "" where this device cannot tell."""
+def row(case: Case, gpu: bool, compiled: bool = True) -> dict[str, str]:
+    """A row of the table: "yes", what went wrong, or "" where this device cannot tell, or is not asked to compile."""
     made: dict[str, str] = dict.fromkeys(COLUMNS, "")
     made["method"] = case.method
     layer, inputs = None, ()
@@ -283,14 +283,18 @@ def row(case: Case, gpu: bool) -> dict[str, str]:
         if now != pointers:
             return f"moved: {', '.join(n for n in now if now[n] != pointers.get(n))}"
         fresh = case.load(case.make(), 2)
+        ours, theirs = dict(layer.named_parameters()), dict(fresh.named_parameters())
+        other = [n for n in ours if n not in theirs or not torch.equal(bits(ours[n]), bits(theirs[n]))]
+        if other:
+            return f"other parameters than a fresh layer: {', '.join(other)}"
         same = torch.equal(case.call(layer, *inputs), case.call(fresh, *inputs))
         return "yes" if same else "other values than a fresh layer"
 
     def fullgraph() -> str:
         torch._dynamo.reset()
         backend = "inductor" if gpu else "eager"
-        compiled = torch.compile(lambda *given: case.call(layer, *given), fullgraph=True, backend=backend)
-        expected, out = case.call(layer, *inputs), compiled(*inputs)
+        traced = torch.compile(lambda *given: case.call(layer, *given), fullgraph=True, backend=backend)
+        expected, out = case.call(layer, *inputs), traced(*inputs)
         error = rel_error(out, expected)
         return "yes" if error < 2e-3 else f"error {error:.3g}"
 
@@ -318,7 +322,8 @@ def row(case: Case, gpu: bool) -> dict[str, str]:
     if step("loads", loads):
         step("matches", matches)
         step("reload", reload)
-        step("fullgraph", fullgraph)
+        if compiled:
+            step("fullgraph", fullgraph)
         if gpu:
             step("graph", graph)
     return made
