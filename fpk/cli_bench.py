@@ -134,7 +134,7 @@ def report(
     sections: list[page.Section] = []
     try:
         for path in bench or []:
-            sections.append(page.bench_section(_read(path)))
+            sections.append(page.bench_section(_read(path), path.stem.replace("_", " ").capitalize()))
         if trials:
             sections.append(_trials(trials, page))
         if database:

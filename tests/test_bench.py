@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -19,6 +20,7 @@ from fpk.study.formats import scheme_errors, values_of
 from fpk.study.mixed import pick_schemes, quantized_by
 from fpk.tune.trials import Trial
 
+ROOT = Path(__file__).resolve().parents[1]
 QUICK = dict(device="cpu", about_ms=0.1, rounds=1)
 
 
@@ -97,6 +99,19 @@ def test_other_files_are_refused(tmp_path):
         bench.read_results(tmp_path / "x.csv")
     with pytest.raises(ValueError, match=r"\.csv or \.parquet, got x\.txt"):
         bench.read_results(tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize(
+    "name, impls", (("products", {"fpk", "default", "torch"}), ("quantizers", {"fpk", "default", "copy"}))
+)
+def test_committed_results_are_read_too(name, impls):
+    path = ROOT / "results" / "nv-h200-sm90-132" / f"{name}.csv"
+    table, found = pd.read_csv(path), bench.read_results(path)
+    assert impls <= set(found["impl"]) and len(found[found["impl"] == "fpk"]) == len(table)
+    assert found[found["impl"] == "fpk"]["us"].tolist() == table["us"].tolist()
+    assert not found.duplicated(["op", "case", "impl"]).any()
+    share = floor_us(found) / found["us"]
+    assert ((share > 0.02) & (share < 1.35)).all()  # caches of small quantizers help
 
 
 # ---- verdicts

@@ -21,6 +21,7 @@ from fpk.check import assert_close, rel_error
 from fpk.device import INTERPRETING, Device, of
 from fpk.op import OPS, Op
 from fpk.study.peers import Peer, peers_of
+from fpk.study.recorded import from_recorded, is_recorded
 from fpk.tune.records import run_of
 from fpk.tune.timing import GraphTimer, Sample, Timer, WallTimer, duplicate
 
@@ -329,7 +330,7 @@ def write_results(frame: pd.DataFrame, path: str | Path) -> Path:
 
 
 def read_results(path: str | Path) -> pd.DataFrame:
-    """The inverse of `write_results`.
+    """The inverse of `write_results`; takes the committed tables of `results/` too.
 
     Raises:
         ValueError: another ending, or a file without the columns of a result.
@@ -338,6 +339,8 @@ def read_results(path: str | Path) -> pd.DataFrame:
     if path.suffix not in (".csv", ".parquet"):
         raise ValueError(f"bench: expected a file ending in .csv or .parquet, got {path.name}")
     frame = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+    if is_recorded(frame):
+        frame = from_recorded(frame)
     missing = [c for c in ("op", "case", "impl", "status", "us", "noise_percent", "gpu") if c not in frame.columns]
     if missing:
         raise ValueError(f"{path.name}: expected a result of `fpk bench`, got no column {missing[0]!r}")

@@ -108,8 +108,8 @@ def _is_number(text: str) -> bool:
 # ---- sections
 
 
-def bench_section(frame: pd.DataFrame) -> Section:
-    """Tables and plots of a result of `fpk bench`."""
+def bench_section(frame: pd.DataFrame, name: str = "Benchmarks") -> Section:
+    """Tables and plots of a result of `fpk bench`, or of a committed table."""
     from fpk.study.charts import bench_figures, floor_us
 
     gpus = ", ".join(sorted(frame["gpu"].dropna().unique()))
@@ -123,7 +123,7 @@ def bench_section(frame: pd.DataFrame) -> Section:
         for r in timed.to_dict("records")
     ]  # fmt: skip
     headings = ["op", "case", "implementation", "us", "noise, %", "TFLOP/s", "GB/s", "share of ceiling, %", "error"]
-    section = Section(f"Benchmarks on {gpus}", [_bench_text(frame)], [("All timings", headings, rows)])
+    section = Section(f"{name} on {gpus}", [_bench_text(frame)], [("All timings", headings, rows)])
     section.figures = [(caption, png_of(figure)) for figure, caption in bench_figures(frame).values()]
     bad = frame[frame["status"] != "ok"]
     if len(bad):
