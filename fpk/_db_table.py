@@ -146,7 +146,10 @@ def dump_table(rows: Iterable[Row]) -> str:
 
 def parse_table(text: str) -> list[Row]:
     """Rows of CSV text; ValueError says which line is wrong."""
-    lines = list(csv.reader(io.StringIO(text)))
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(f"autotune_db: expected CSV text ({error})") from error
     if not lines:
         return []
     header = lines[0]
@@ -161,6 +164,11 @@ def parse_table(text: str) -> list[Row]:
         us, default_us, noise, shared, case, run = cells[end:]
         key: dict[str, Any] = {n: read(c) for n, c in zip(header[:rank_at], cells, strict=False) if c}
         config = {n: read(c) for n, c in zip(header[rank_at + 1 : end], cells[rank_at + 1 : end], strict=True) if c}
+        strange = [n for n in SIZES if n in key and type(key[n]) is not int]
+        if strange:
+            raise ValueError(
+                f"autotune_db: line {number}: {strange[0]}: expected a number, got {key[strange[0]]!r:.80}"
+            )
         try:
             rows.append(
                 Row(
