@@ -5,6 +5,7 @@ python tests/bench/readme.py --check    # exit 1 if README.md is not what this w
 """
 
 import csv
+import math
 import re
 import sys
 from pathlib import Path
@@ -54,20 +55,34 @@ def quantizers() -> str:
     return table(["op", "bf16 input", "µs", "µs of a device copy", "share of the copy's rate"], rows)
 
 
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
 def products() -> str:
-    rows = []
+    """One line per product and number of tokens: geometric means over the layers that were timed."""
+    groups: dict[tuple[str, str, int], list[dict[str, str]]] = {}
     for r in rows_of("products"):
-        share = max(float(r["tflops"]) / PEAK_TFLOPS, float(r["gb_per_s"]) / READ_GB_PER_S)
-        accumulation = {"1": "fast", "0": "full"}[r["fast_accum"]] if r["product"].startswith("fp8_token") else ""
+        kinds = {"1": "fast", "0": "full"} if r["product"].startswith("fp8_t") else {"0": ""}
+        groups.setdefault((r["product"], kinds[r["fast_accum"]], int(r["M"])), []).append(r)
+    rows = []
+    for (product, accumulation, tokens), found in groups.items():
+        ratios = [float(r["ratio"]) for r in found if r["ratio"]]
+        shares = [max(float(r["tflops"]) / PEAK_TFLOPS, float(r["gb_per_s"]) / READ_GB_PER_S) for r in found]
         rows.append(
             [
-                r["product"], accumulation, f"{r['M']} x {r['N']} x {r['K']}", r["us"], r["peer_us"] or "-",
-                r["ratio"] or "-", f"{share:.2f}", r["error"],
+                product, accumulation, str(tokens), str(len(found)), ", ".join(sorted({r["peer"] for r in found})),
+                f"{geomean(ratios):.2f}", f"{min(ratios):.2f}", f"{geomean(shares):.2f}",
+                max((r["error"] for r in found), key=float),
             ]
         )  # fmt: skip
     return table(
-        ["product", "accumulation", "M x N x K", "µs", "torch µs", "torch / fpk", "share of roofline", "error"], rows
-    )
+        [
+            "product", "accumulation", "tokens", "layers", "fastest peer", "peer / fpk", "lowest",
+            "share of roofline", "error",
+        ],
+        rows,
+    )  # fmt: skip
 
 
 def study() -> str:

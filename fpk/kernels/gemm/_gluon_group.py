@@ -45,12 +45,12 @@ def _factor(
 
 @gluon.jit
 def _consume(
-    out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, order,
+    out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty,
     sa_ptr, sb_ptr, bias_ptr, tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
     stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
     WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OUT: gl.constexpr,
     SWAP: gl.constexpr, ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, TALL: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, ORDER: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """Multiply one half of each tile, two steps a turn: the unit works on the second product while the first one is
     scaled. The scales of a turn are fetched during the turn before."""
@@ -84,8 +84,6 @@ def _consume(
         )
         for k in range(begin, end, 2):
             slot_0, slot_1 = turn % STAGES, (turn + 1) % STAGES
-            if ORDER:
-                mbarrier.wait(order.index(WHICH), ((turn // 2) & 1) ^ (1 - WHICH))
             mbarrier.wait(full.index(slot_0), (turn // STAGES) & 1)
             token_0 = warpgroup_mma(
                 left_bufs.index(slot_0 * LEFT + PART_L), right_bufs.index(slot_0 * RIGHT + PART_R).permute((1, 0)),
@@ -105,8 +103,6 @@ def _consume(
                 sa_rows, sb_row, mask_m, k + 3, end, offset_k, stride_sak, stride_sbk, GROUP, COLS, BLOCK_K
             )
             product_0 = warpgroup_mma_wait(1, deps=[token_0])
-            if ORDER:
-                mbarrier.arrive(order.index(1 - WHICH), count=1)
             mbarrier.arrive(empty.index(slot_0), count=1)
             acc += product_0 * factor_0
             product_1 = warpgroup_mma_wait(0, deps=[token_1])
@@ -137,7 +133,7 @@ def group_warps_kernel(
     M, N, K, offset_n, offset_k, stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
     PDL: gl.constexpr, CODES: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
     OUT: gl.constexpr, SWAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, ORDER: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """Persistent; SWAP: weights on the 64-row side; SPLIT_K > 1: raw sums to out_ptr, for an ordered reduction."""
     after_previous(PDL)
@@ -152,9 +148,6 @@ def group_warps_kernel(
         out_bufs = gl.allocate_shared_memory(OUT, [2, ROWS_L, ROWS_R // 2], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(order.index(0), count=1)
-    mbarrier.init(order.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
@@ -165,16 +158,16 @@ def group_warps_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, order, sa_ptr, sb_ptr, bias_ptr,
+                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, sa_ptr, sb_ptr, bias_ptr,
                 tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
                 stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
-                0, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, TALL, BLOCK_K, STAGES, GROUP_M, SPLIT_K, ORDER,
+                0, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, TALL, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
             (_consume, (
-                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, order, sa_ptr, sb_ptr, bias_ptr,
+                out_desc, out_ptr, left_bufs, right_bufs, out_bufs, full, empty, sa_ptr, sb_ptr, bias_ptr,
                 tiles_l, tiles_r, steps, M, N, offset_n, offset_k,
                 stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
-                1, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, TALL, BLOCK_K, STAGES, GROUP_M, SPLIT_K, ORDER,
+                1, GROUP, ROWS, COLS, OUT, SWAP, ROWS_L, ROWS_R, TALL, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
             (produce, (
                 left_desc, right_desc, left_bufs, right_bufs, full, empty, tiles_l, tiles_r, steps,
@@ -200,5 +193,5 @@ def launch(
         descriptor(left, rows_l, block_k), descriptor(right, rows_r, block_k),
         None if by_pointers else descriptor(out, rows_l, rows_r // 2), parts if by_pointers else None,
         scale_a, scale_b, bias, M, N, K, offset_n, offset_k, out.stride(0), *scale_a.stride(), *scale_b.stride(),
-        CODES=TYPES[a.dtype], OUT=TYPES[out.dtype], **scaling, **(dict(ORDER=True) | config), **dependent(device, M),
+        CODES=TYPES[a.dtype], OUT=TYPES[out.dtype], **scaling, **config, **dependent(device, M),
     )  # fmt: skip

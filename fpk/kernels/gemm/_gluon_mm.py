@@ -15,8 +15,8 @@ from fpk.kernels.gemm._gluon import after_previous, locate, produce, put_halves,
 
 @gluon.jit
 def _finish(
-    acc, scale_a, scale_b, bias_ptr, zero_ptr, colsum_ptr, offs_m, offs_n, M, N, stride_za,
-    AXIS_M: gl.constexpr, AXIS_N: gl.constexpr,
+    acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, offs_m, offs_n, M, N, stride_sa, stride_sb,
+    stride_za, AXIS_M: gl.constexpr, AXIS_N: gl.constexpr,
 ):  # fmt: skip
     """Zero point, scales and bias on an accumulated tile, in fp32; AXIS_M is 1 for rows of tokens, 0 for columns."""
     mask_m, mask_n = offs_m < M, offs_n < N
@@ -24,8 +24,8 @@ def _finish(
         zero = gl.expand_dims(gl.load(zero_ptr + offs_m * stride_za, mask=mask_m, other=0), AXIS_M)
         acc -= zero * gl.expand_dims(gl.load(colsum_ptr + offs_n, mask=mask_n, other=0), AXIS_N)
     out = acc.to(gl.float32)
-    out *= gl.expand_dims(scale_a, AXIS_M)
-    out *= gl.expand_dims(scale_b, AXIS_N)
+    out *= gl.expand_dims(gl.load(scale_a_ptr + offs_m * stride_sa, mask=mask_m, other=0.0), AXIS_M)
+    out *= gl.expand_dims(gl.load(scale_b_ptr + offs_n * stride_sb, mask=mask_n, other=0.0), AXIS_N)
     if bias_ptr is not None:
         out += gl.expand_dims(gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32), AXIS_N)
     return out
@@ -50,33 +50,20 @@ def _consume(
     turn = 0
     for item in range(gl.program_id(0), tiles_l * tiles_r * SPLIT_K, gl.num_programs(0)):
         tile_l, tile_r, part, begin, end = locate(item, tiles_l, tiles_r, steps, GROUP, SPLIT_K)
-        row, column = (LEFT * tile_l + PART_L) * ROWS_L, (RIGHT * tile_r + PART_R) * ROWS_R
-        offs_l = row + gl.arange(0, ROWS_L, layout=gl.SliceLayout(1, layout))
-        offs_r = column + gl.arange(0, ROWS_R, layout=gl.SliceLayout(0, layout))
-        if not SWAP and SPLIT_K == 1:  # fetched before they are needed; columns one a thread, not all of them
-            scale_a = gl.load(scale_a_ptr + offs_l * stride_sa, mask=offs_l < M, other=0.0)
-            flat: gl.constexpr = gl.BlockedLayout([max(1, ROWS_R // 128)], [32], [4], [0])
-            offs_n = column + gl.arange(0, ROWS_R, layout=flat)
-            scale_b = gl.load(scale_b_ptr + offs_n * stride_sb, mask=offs_n < N, other=0.0)
         acc = gl.zeros((ROWS_L, ROWS_R), SUM, layout)
         if PROMOTE > 0:
-            # the two consumers promote at different times, so that the unit always has work
-            for first in range(begin - WHICH * (PROMOTE // 2), end, PROMOTE):
-                start = max(first, begin)
+            for first in range(begin, end, PROMOTE):
                 product = gl.zeros((ROWS_L, ROWS_R), SUM, layout)
-                for k in range(start, min(first + PROMOTE, end)):
+                for k in range(first, min(first + PROMOTE, end)):
                     slot = turn % STAGES
                     mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
                     token = warpgroup_mma(
                         left_bufs.index(slot * LEFT + PART_L), right_bufs.index(slot * RIGHT + PART_R).permute((1, 0)),
-                        product,
-                        use_acc=k != start, is_async=True,
+                        product, use_acc=k != first, is_async=True,
                     )  # fmt: skip
-                    product = warpgroup_mma_wait(1, deps=[token])
-                    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=k != start)
+                    product = warpgroup_mma_wait(0, deps=[token])
+                    mbarrier.arrive(empty.index(slot), count=1)
                     turn += 1
-                product = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1)
                 acc += product
         else:
             for k in range(begin, end):
@@ -93,6 +80,9 @@ def _consume(
                 turn += 1
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=begin < end)
+        row, column = (LEFT * tile_l + PART_L) * ROWS_L, (RIGHT * tile_r + PART_R) * ROWS_R
+        offs_l = row + gl.arange(0, ROWS_L, layout=gl.SliceLayout(1, layout))
+        offs_r = column + gl.arange(0, ROWS_R, layout=gl.SliceLayout(0, layout))
         if SPLIT_K > 1:
             base = out_ptr + part.to(gl.int64) * M * N
             if SWAP:
@@ -100,13 +90,16 @@ def _consume(
             else:
                 put_pointers(base, acc, offs_l, offs_r, M, N, N, 1)
         elif SWAP:
-            scale_a = gl.load(scale_a_ptr + offs_r * stride_sa, mask=offs_r < M, other=0.0)
-            scale_b = gl.load(scale_b_ptr + offs_l * stride_sb, mask=offs_l < N, other=0.0)
-            tile = _finish(acc, scale_a, scale_b, bias_ptr, zero_ptr, colsum_ptr, offs_r, offs_l, M, N, stride_za, 0, 1)
+            tile = _finish(
+                acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, offs_r, offs_l, M, N,
+                stride_sa, stride_sb, stride_za, 0, 1,
+            )  # fmt: skip
             put_pointers(out_ptr, tile, offs_l, offs_r, N, M, 1, stride_om)
         else:
-            scale_b = gl.convert_layout(scale_b, gl.SliceLayout(0, layout))
-            tile = _finish(acc, scale_a, scale_b, bias_ptr, zero_ptr, colsum_ptr, offs_l, offs_r, M, N, stride_za, 1, 0)
+            tile = _finish(
+                acc, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, offs_l, offs_r, M, N,
+                stride_sa, stride_sb, stride_za, 1, 0,
+            )  # fmt: skip
             put_halves(out_desc, out_bufs.index(WHICH), tile.to(OUT), row, column)
     tma.store_wait(0)
 

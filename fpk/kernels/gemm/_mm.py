@@ -29,30 +29,6 @@ def after_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(rows, size, PREFETCH: tl.constexpr):
-    """Ask L2 for the first min(PREFETCH, size) bytes behind each of the pointers [rows, 1]; 16-byte aligned."""
-    PIECE: tl.constexpr = PREFETCH // 4
-    starts = tl.arange(0, 4)[None, :] * PIECE
-    sizes = tl.minimum(tl.maximum(size - starts, 0), PIECE) // 16 * 16
-    addresses = rows.to(tl.int64) + starts
-    addresses, sizes = tl.broadcast(addresses, sizes)
-    tl.inline_asm_elementwise(
-        "{.reg .pred some; setp.gt.s32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
-        "=r,l,r", [addresses, sizes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def begin_early(rows, size, PDL: tl.constexpr, PREFETCH: tl.constexpr):
-    """`after_previous`, with weights on their way meanwhile: L2 may be asked for bytes that are yet to be written."""
-    if PDL:
-        gdc_launch_dependents()
-        if PREFETCH > 0:
-            prefetch(rows, size, PREFETCH)
-        gdc_wait()
-
-
-@triton.jit
 def share_of(K, part, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
     """(first column, column after the last) of a part of K, in whole steps."""
     width = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K

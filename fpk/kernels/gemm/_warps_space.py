@@ -1,4 +1,4 @@
-"""Configs of the kernels that are written for sm90: `warps`, and `split` and `tile` that ask for weights early."""
+"""Configs of the kernels that are written for sm90: `warps`, and `split` and `tile` for few tokens."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ def weight_warps(m: int, n: int, stages: int, group: int = 1, split: int = 1, k:
     )
 
 
-def early(m: int, n: int, k: int, stages: int, split: int, prefetch: int, swap: bool = True) -> Config:
-    """A config of `split` (`tile`, if K is whole) whose programs ask L2 for `prefetch` bytes of each weight row."""
+def narrow(m: int, n: int, k: int, stages: int, split: int, swap: bool = True) -> Config:
+    """A config of `split` (`tile`, if K is whole) for few tokens; programs share an SM if their buffers let them."""
     return Config(
-        kernel="split" if split > 1 else "tile", SWAP=swap, GROUP_M=1, SPLIT_K=split, PREFETCH=prefetch, BLOCK_M=m,
-        BLOCK_N=n, BLOCK_K=k, num_warps=4, num_stages=stages,
+        kernel="split" if split > 1 else "tile", SWAP=swap, GROUP_M=1, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 
@@ -63,54 +63,63 @@ def weight_warps_space(M: int) -> Iterator[Config]:
                 yield weight_warps(m, n, stages, 8 if M > 128 else 1, split)
 
 
-def early_space(M: int, widths: tuple[int, ...], swap: bool = True) -> Iterator[Config]:
-    """Candidates of `split` and `tile` that ask for weights early."""
+def narrow_space(M: int, widths: tuple[int, ...], swap: bool = True) -> Iterator[Config]:
+    """Candidates of `split` and `tile` for few tokens."""
     if M <= 64:
-        for n, k, stages, split, prefetch in itertools.product(
-            (64, 128), widths, (3, 4, 6), (1, 2, 4, 8), (1024, 2048, 4096)
-        ):
-            yield early(max(16, M), n, k, stages, split, prefetch, swap)
+        for n, k, stages, split in itertools.product((64, 128), widths, (3, 4, 6), (1, 2, 4, 8)):
+            yield narrow(max(16, M), n, k, stages, split, swap)
 
 
 def scaled_mm_configs(M: int, N: int, promoted: bool, int8: bool, sms: int) -> Iterator[Config]:
-    """scaled_mm on sm90: what an H200 runs fastest at real layers' sizes, then candidates."""
+    """scaled_mm on sm90: what an H200 ran fastest at real layers' sizes, then candidates."""
+    wide = cdiv(N, 128) * cdiv(M, 64)  # tiles of 64 x 128
     if M <= 64:
-        yield early(max(16, M), 64, 256, 4, split_for(cdiv(N, 64), 120, 4), 1024)
+        narrow_tiles = cdiv(N, 64)
+        if M > 16 and narrow_tiles > 2 * sms:
+            yield warps(M, 128, 8, 1, swap=True)
+        stages = 3 if M > 16 and narrow_tiles > sms else 4  # two programs an SM
+        yield narrow(max(16, M), 64, 256, stages, split_for(narrow_tiles, 100, 4))
+    elif M <= 256 and (promoted or int8 or wide <= 2 * sms):
+        yield warps(64 if wide <= sms else 128, 128, 6, 4)
     elif M <= 256:
-        if cdiv(N, 128) * (M // 64) <= sms:
-            yield warps(64, 128, 6, 1, swap=True)
-        elif not promoted:
-            yield warps(256, 128, 4, 4)
-        yield warps(128, 128, 6, 4)
+        yield warps(128, 256, 4, 4)
     elif promoted:
         yield warps(128, 128, 5, 8)
     else:
-        yield warps(256, 128, 4, 8) if int8 else warps(128, 256, 4, 8)
+        yield warps(256, 128, 4, 16) if int8 else warps(128, 256, 4, 16)
     yield from warps_space(M)
-    yield from early_space(M, (128, 256))
+    yield from narrow_space(M, (128, 256))
 
 
-def group_configs(M: int, N: int, sms: int) -> Iterator[Config]:
+def group_configs(M: int, N: int) -> Iterator[Config]:
     """scaled_mm_group on sm90, likewise."""
     if M <= 16:
-        yield warps(16, 256, 6, 1, split_for(cdiv(N, 256), sms // 2), swap=True)
+        yield warps(16, 256, 6, 1, split_for(cdiv(N, 256), 56, 4), swap=True)
     elif M <= 64:
-        yield warps(64, 256, 5, 1, split_for(cdiv(N, 256), sms // 2))
+        yield warps(64, 128, 8, 1, split_for(cdiv(N, 128), 56, 4))
     elif M <= 256:
-        yield warps(64 if cdiv(N, 128) * (M // 64) <= sms else 128, 128, 6, 4)
+        yield warps(128, 128, 6, 4, split_for(cdiv(N, 128) * cdiv(M, 128), 100, 2))
     else:
-        yield warps(128, 128, 6, 4)
+        yield warps(128, 128, 6, 8)
     yield from warps_space(M)
-    yield from early_space(M, (128,))
+    yield from narrow_space(M, (128,))
 
 
 def weight_only_configs(M: int, N: int, sms: int) -> Iterator[Config]:
     """mm_weight_only on sm90, likewise."""
-    if M <= 256:
-        yield weight_warps(
-            min(max(16, M), 128), 128 if M <= 64 else 256, 4 if M <= 64 else 3, 1, split_for(cdiv(N, 128), sms * 3 // 4)
-        )
-    else:
+    if M <= 16 and N < 16384:
+        yield narrow(16, 128, 128, 4, split_for(cdiv(N, 128), 100, 4), swap=False)
+    elif M <= 16:
+        yield weight_warps(16, 256, 4)
+    elif M <= 64 and N < 8448:
+        yield weight_warps(M, 128, 4, 1, split_for(cdiv(N, 128), 100, 4))
+    elif M <= 64:
+        yield weight_warps(M, 256, 4, 1, split_for(cdiv(N, 256), 80, 4))
+    elif M <= 256 and cdiv(N, 256) * cdiv(M, 64) <= sms:
+        yield weight_warps(64, 256, 4, 8, split_for(cdiv(N, 256) * cdiv(M, 64), 100, 2))
+    elif M <= 256:
         yield weight_warps(128, 256, 3, 8)
+    else:
+        yield weight_warps(128, 256, 6, 8, k=64)
     yield from weight_warps_space(M)
-    yield from early_space(min(M, 16), (128,), swap=False)
+    yield from narrow_space(min(M, 16), (128,), swap=False)

@@ -39,7 +39,7 @@ from fpk.kernels.gemm import _gluon
 from fpk.kernels.gemm._gluon_weight import weight_warps_kernel
 from fpk.kernels.gemm._mm import (
     accumulate,
-    begin_early,
+    after_previous,
     dependent,
     few_tokens,
     finish,
@@ -111,7 +111,7 @@ def _weight_only_kernel(
     stride_am, stride_bn, stride_om, stride_sn, stride_sk,
     ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, INTEGERS: tl.constexpr, MANTISSA: tl.constexpr,
     BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr, SEGMENTS: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One output tile a program. With SPLIT_K > 1, program_id(1) sums its share of K and stores the raw sum."""
@@ -124,7 +124,7 @@ def _weight_only_kernel(
     # rows beyond the edge read row 0: no mask in the loop, and the store drops them
     a_rows = a_ptr + tl.where(offs_m < M, offs_m, 0)[:, None] * stride_am
     b_rows = b_ptr + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
-    begin_early(b_rows + begin, end - begin, PDL, PREFETCH)
+    after_previous(PDL)
     scale_rows = scale_ptr + (offs_n // ROWS if ROWS > 0 else offs_n * 0) * stride_sn
     DTYPE: tl.constexpr = a_ptr.dtype.element_ty
 
@@ -212,8 +212,6 @@ def legal(
             _gluon.AVAILABLE and usual and m * n * sums <= 256 * 128 and m <= 128 and fits_descriptors(a, b)
             and ring + 1024 <= device.shared_limit
         )  # fmt: skip
-    if config.get("PREFETCH") and not fits_descriptors(b):
-        return False
     stages = stages_held(config, device)
     buffers = (2 * config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     # decoded weights pass through shared memory where the matrix unit does not take them from registers
@@ -321,7 +319,7 @@ def mm_weight_only(
         ROWS=rows, COLS=cols if cols < K else -1, E8M0=scale_b.dtype is torch.uint8, INTEGERS=integers,
         MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
         IEEE=fmt is not None and fmt.kind == "ieee", EVEN_K=K % config["BLOCK_K"] == 0, SEGMENTS=kernel == "segment",
-        SPLIT_K=split, **(dict(PREFETCH=0) | config), **dependent(of(a.device), M),
+        SPLIT_K=split, **config, **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])

@@ -42,12 +42,11 @@ from fpk.kernels.gemm._mm import (
     OUT_TYPES,
     TMA_TARGETS,
     accumulate,
-    begin_early,
+    after_previous,
     broadcast_strides,
     dependent,
     few_tokens,
     finish,
-    fits_descriptors,
     load_k,
     parts_buffer,
     persistent_space,
@@ -119,7 +118,7 @@ def _tile_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, zero_ptr, colsum_ptr, out_ptr,
     M, N, K,
     stride_am, stride_bn, stride_om, stride_sa, stride_sb, stride_za,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr, INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr,
+    PDL: tl.constexpr, INT8: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +131,7 @@ def _tile_kernel(
     # rows beyond the edge read row 0: no mask in the loop, and the store drops them
     a_rows = a_ptr + tl.where(offs_m < M, offs_m, 0)[:, None] * stride_am
     b_rows = b_ptr + tl.where(offs_n < N, offs_n, 0)[:, None] * stride_bn
-    begin_early(b_rows + begin, end - begin, PDL, PREFETCH)
+    after_previous(PDL)
 
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32 if INT8 else tl.float32)
@@ -220,10 +219,11 @@ def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bool, **_: Any
 ) -> bool:
     if config["kernel"] == "warps":
-        promoted = a.dtype is not torch.int8 and not fast_accum
+        is_int8 = a.dtype is torch.int8
+        if is_int8 and _gluon.consumer_tile(config)[1] > 128:  # triton knows no such instruction
+            return False
+        promoted = not is_int8 and not fast_accum
         return warps_fit(config, device, a, b, out_dtype, 2 if promoted else 1)
-    if config.get("PREFETCH") and not fits_descriptors(b):
-        return False
     stages = stages_held(config, device)
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * stages
     if config["kernel"] == "persistent":
@@ -367,7 +367,7 @@ def scaled_mm(
         a, b, *epilogue, parts,
         M, N, K, a.stride(0), b.stride(0), out.stride(0), *strides,
         INT8=is_int8, PROMOTE=promote, EVEN_K=K % block_k == 0, SPLIT_K=split, enable_fp_fusion=False,
-        **(dict(PREFETCH=0) | config), **dependent(of(a.device), M),
+        **config, **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, epilogue, strides)

@@ -45,7 +45,7 @@ from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     add_scaled,
-    begin_early,
+    after_previous,
     dependent,
     few_tokens,
     finish,
@@ -122,7 +122,7 @@ def _group_kernel(
     M, N, K, offset_n, offset_k,
     stride_am, stride_bn, stride_om, stride_sam, stride_sak, stride_sbn, stride_sbk,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr, E8M0_B: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr,
+    PDL: tl.constexpr, INT8: tl.constexpr, ONE_B: tl.constexpr, EVEN_K: tl.constexpr,
     SEGMENTS: tl.constexpr, SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def _group_kernel(
     # rows beyond the edge read row 0: no mask in the loop, and the store drops them
     a_rows = a_ptr + tl.where(mask_m, offs_m, 0)[:, None] * stride_am
     b_rows = b_ptr + tl.where(mask_n, offs_n, 0)[:, None] * stride_bn
-    begin_early(b_rows + begin, end - begin, PDL, PREFETCH)
+    after_previous(PDL)
     sa_rows = sa_ptr + offs_m * stride_sam
     if ONE_B:
         block_n = (n * BLOCK_N + offset_n) // ROWS if ROWS > 0 else n * 0
@@ -225,7 +225,7 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **
             kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
         )
     if wide == 128 and of(a.device).arch == "sm90":
-        yield from group_configs(M, b.shape[0], of(a.device).sm_count)
+        yield from group_configs(M, b.shape[0])
     if wide == 128:
         yield from few_tokens(M, (16, 16, 64, 128, 4, 4), (64, 64, 128, 128, 4, 6))
     if M <= 64:
@@ -260,7 +260,7 @@ def legal(
         rows = consumer_tile(config)[0 if config["SWAP"] else 1]  # of weights
         one_b = block_rows < 0 or (block_rows % rows == 0 and offset_n % rows == 0)
         return floats and one_b and warps_fit(config, device, a, b, out_dtype, 3)
-    if (config["kernel"] == "persistent" or config.get("PREFETCH")) and not fits_descriptors(a, b):
+    if config["kernel"] == "persistent" and not fits_descriptors(a, b):
         return False
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages_held(config, device) + 2048
     return buffers * config.get("PER_SM", 1) <= device.shared_limit
@@ -391,7 +391,7 @@ def scaled_mm_group(
         a, b, scale_a, scale_b, bias, parts,
         M, N, K, offset_n, offset_k,
         a.stride(0), b.stride(0), out.stride(0), *scale_a.stride(), *scale_b.stride(),
-        EVEN_K=K % block_k == 0, SEGMENTS=kernel == "segment", SPLIT_K=split, **scaling, **(dict(PREFETCH=0) | config),
+        EVEN_K=K % block_k == 0, SEGMENTS=kernel == "segment", SPLIT_K=split, **scaling, **config,
         **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
