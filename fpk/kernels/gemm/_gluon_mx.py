@@ -23,47 +23,45 @@ from fpk.kernels.gemm._launch import dependent
 
 
 @gluon.jit
-def _powers(ptrs, mask):
-    """fp32 values of e8m0 bytes."""
-    byte = gl.load(ptrs, mask=mask, other=0).to(gl.int32)
+def _power(word, i):
+    """fp32 value of byte i of words of e8m0."""
+    byte = (word >> (8 * i)) & 255
     bits = gl.where(byte == 0, 0x00400000, byte << 23)
     return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _load_scales(
-    sa_ptr, sb_ptr, sa_bufs, sb_bufs, full, empty, tiles_m, tiles_n, steps, M, N, G,
-    stride_sam, stride_sak, stride_sbn, stride_sbk,
+    sa_ptr, sb_ptr, sa_bufs, sb_bufs, full, empty, tiles_m, tiles_n, steps, M, N, stride_sam, stride_sbn,
     ROWS_M: gl.constexpr, ROWS_N: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
+    """The scales of a step are one word a row; they are fetched three steps ahead."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     turn = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n, _, begin, end = locate(item, tiles_m, tiles_n, steps, GROUP_M, 1)
         offs_m = tile_m * ROWS_M + gl.arange(0, ROWS_M, layout=layout)
         offs_n = tile_n * ROWS_N + gl.arange(0, ROWS_N, layout=layout)
-        a_ptrs = sa_ptr + offs_m.to(gl.int64) * stride_sam
-        b_ptrs = sb_ptr + offs_n.to(gl.int64) * stride_sbn
+        a_ptrs = (sa_ptr + offs_m.to(gl.int64) * stride_sam).to(gl.pointer_type(gl.int32))
+        b_ptrs = (sb_ptr + offs_n.to(gl.int64) * stride_sbn).to(gl.pointer_type(gl.int32))
+        mask_m, mask_n = offs_m < M, offs_n < N
+        a_0 = gl.load(a_ptrs + begin, mask=mask_m & (begin < end), other=0)
+        b_0 = gl.load(b_ptrs + begin, mask=mask_n & (begin < end), other=0)
+        a_1 = gl.load(a_ptrs + begin + 1, mask=mask_m & (begin + 1 < end), other=0)
+        b_1 = gl.load(b_ptrs + begin + 1, mask=mask_n & (begin + 1 < end), other=0)
+        a_2 = gl.load(a_ptrs + begin + 2, mask=mask_m & (begin + 2 < end), other=0)
+        b_2 = gl.load(b_ptrs + begin + 2, mask=mask_n & (begin + 2 < end), other=0)
         for k in range(begin, end):
             slot = turn % STAGES
-            g0 = k * 4
-            a_0 = _powers(a_ptrs + g0 * stride_sak, (offs_m < M) & (g0 < G))
-            a_1 = _powers(a_ptrs + (g0 + 1) * stride_sak, (offs_m < M) & (g0 + 1 < G))
-            a_2 = _powers(a_ptrs + (g0 + 2) * stride_sak, (offs_m < M) & (g0 + 2 < G))
-            a_3 = _powers(a_ptrs + (g0 + 3) * stride_sak, (offs_m < M) & (g0 + 3 < G))
-            b_0 = _powers(b_ptrs + g0 * stride_sbk, (offs_n < N) & (g0 < G))
-            b_1 = _powers(b_ptrs + (g0 + 1) * stride_sbk, (offs_n < N) & (g0 + 1 < G))
-            b_2 = _powers(b_ptrs + (g0 + 2) * stride_sbk, (offs_n < N) & (g0 + 2 < G))
-            b_3 = _powers(b_ptrs + (g0 + 3) * stride_sbk, (offs_n < N) & (g0 + 3 < G))
+            a, b = a_0, b_0
+            a_0, b_0 = a_1, b_1
+            a_1, b_1 = a_2, b_2
+            a_2 = gl.load(a_ptrs + k + 3, mask=mask_m & (k + 3 < end), other=0)
+            b_2 = gl.load(b_ptrs + k + 3, mask=mask_n & (k + 3 < end), other=0)
             mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
-            sa_bufs.index(slot * 4).store(a_0)
-            sa_bufs.index(slot * 4 + 1).store(a_1)
-            sa_bufs.index(slot * 4 + 2).store(a_2)
-            sa_bufs.index(slot * 4 + 3).store(a_3)
-            sb_bufs.index(slot * 4).store(b_0)
-            sb_bufs.index(slot * 4 + 1).store(b_1)
-            sb_bufs.index(slot * 4 + 2).store(b_2)
-            sb_bufs.index(slot * 4 + 3).store(b_3)
+            for i in gl.static_range(4):
+                sa_bufs.index(slot * 4 + i).store(_power(a, i))
+                sb_bufs.index(slot * 4 + i).store(_power(b, i))
             barrier()
             mbarrier.arrive(full.index(slot), count=1)
             turn += 1
@@ -146,14 +144,14 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "stride_sam", "stride_sak"])
+@gluon.jit(do_not_specialize=["M"])
 def mx_warps_kernel(
     a_desc, b_desc, out_desc, sa_ptr, sb_ptr, bias_ptr,
-    M, N, K, stride_sam, stride_sak, stride_sbn, stride_sbk,
+    M, N, K, stride_sam, stride_sbn,
     PDL: gl.constexpr, A: gl.constexpr, B: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Persistent; K in steps of 128."""
+    """Persistent; K, a multiple of 128, in steps of 128."""
     after_previous(PDL)
     HALF: gl.constexpr = BLOCK_M // 2
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -180,14 +178,21 @@ def mx_warps_kernel(
                 M, N, 1, OUT, HALF, BLOCK_N, STAGES, GROUP_M,
             )),
             (_load_scales, (
-                sa_ptr, sb_ptr, sa_bufs, sb_bufs, full, empty, tiles_m, tiles_n, steps, M, N, gl.cdiv(K, 32),
-                stride_sam, stride_sak, stride_sbn, stride_sbk, BLOCK_M, BLOCK_N, STAGES, GROUP_M,
+                sa_ptr, sb_ptr, sa_bufs, sb_bufs, full, empty, tiles_m, tiles_n, steps, M, N, stride_sam, stride_sbn,
+                BLOCK_M, BLOCK_N, STAGES, GROUP_M,
             )),
             (_load_tiles, (
                 a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, HALF, BLOCK_N, STAGES, GROUP_M,
             )),
         ],
         [4, 4, 1], [232, 24, 24],
+    )  # fmt: skip
+
+
+def words_of_scales(*scales: Tensor) -> bool:
+    """Can the scales of 128 columns be read as words?"""
+    return all(
+        s.shape[1] % 4 == 0 and s.stride(1) == 1 and s.stride(0) % 4 == 0 and s.data_ptr() % 4 == 0 for s in scales
     )  # fmt: skip
 
 
@@ -201,6 +206,6 @@ def launch(
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     mx_warps_kernel[(min(device.sm_count, tiles),)](
         descriptor(a, block_m // 2, 128), descriptor(b, block_n, 128), descriptor(out, block_m // 2, block_n // 2),
-        scale_a, scale_b, bias, M, N, K, *scale_a.stride(), *scale_b.stride(),
+        scale_a, scale_b, bias, M, N, K, scale_a.stride(0), scale_b.stride(0),
         A=TYPES[a.dtype], B=TYPES[b.dtype], OUT=TYPES[out.dtype], **config, **dependent(device, M),
     )  # fmt: skip

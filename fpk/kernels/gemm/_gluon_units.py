@@ -236,7 +236,8 @@ def _multiply(
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, PACK: gl.constexpr, UNITS: gl.constexpr, LINES: gl.constexpr,
     BLOCK_M: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the products of a row of units of a step; FP8 sums of 128 columns leave the tensor core."""
+    """acc plus the products of a row of units of a step. FP8 sums of 128 columns leave the tensor core; bf16 products
+    are on their way when this returns."""
     SUMS: gl.constexpr = LEFT.parent
     for i in gl.static_range(UNITS):
         unit = _unit(codes.index(at), i, UNITS, 16)
@@ -252,9 +253,8 @@ def _multiply(
             part = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), part, is_async=True)
             acc += warpgroup_mma_wait(0, deps=[part])
         else:
-            part = warpgroup_mma(first, tiles.index(right).permute((1, 0)), acc, is_async=True)
-            part = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), part, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[part])
+            acc = warpgroup_mma(first, tiles.index(right).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), acc, is_async=True)
     return acc
 
 
@@ -354,16 +354,6 @@ def units_kernel(
     acc_1 = acc_0
     for at in range(begin, end):
         mbarrier.wait(bars.index(slot), phase)
-        barrier()  # everybody is done with the stage that is refilled now
-        more = at + (STAGES - 1) < end
-        _fetch_units(
-            codes_desc, second_desc, stored_desc, codes, seconds, stored, bars.index(refill), refill, next_tile, next_k,
-            units_k, more, ROWS, UNITS, SIX, LINES, BYTES,
-        )  # fmt: skip
-        _fetch_activations(a_desc, tiles, bars.index(refill), refill, next_k, m, more, UNITS, BLOCK_M)
-        next_k += 1
-        next_tile = gl.where(next_k == steps, next_tile + 1, next_tile)
-        next_k = gl.where(next_k == steps, 0, next_k)
         acc_0 = _multiply(
             acc_0, codes, seconds, stored, tiles, slot * ROWS, slot, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK, UNITS,
             LINES, BLOCK_M, LEFT,
@@ -373,6 +363,21 @@ def units_kernel(
                 acc_1, codes, seconds, stored, tiles, slot * 2 + 1, slot, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK,
                 UNITS, LINES, BLOCK_M, LEFT,
             )  # fmt: skip
+        barrier()  # everybody is done with the stage before this one, which is refilled now, while products run
+        more = at + (STAGES - 1) < end
+        _fetch_units(
+            codes_desc, second_desc, stored_desc, codes, seconds, stored, bars.index(refill), refill, next_tile, next_k,
+            units_k, more, ROWS, UNITS, SIX, LINES, BYTES,
+        )  # fmt: skip
+        _fetch_activations(a_desc, tiles, bars.index(refill), refill, next_k, m, more, UNITS, BLOCK_M)
+        next_k += 1
+        next_tile = gl.where(next_k == steps, next_tile + 1, next_tile)
+        next_k = gl.where(next_k == steps, 0, next_k)
+        if not FP8:
+            if ROWS == 2:
+                acc_0, acc_1 = warpgroup_mma_wait(0, deps=[acc_0, acc_1])
+            else:
+                acc_0 = warpgroup_mma_wait(0, deps=[acc_0])
         refill = slot
         slot += 1
         phase = gl.where(slot == STAGES, phase ^ 1, phase)

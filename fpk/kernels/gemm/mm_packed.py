@@ -10,7 +10,8 @@ where that is exact, and the sums of their groups in fp32 elsewhere.
 
 Kernels: `tile`, one output tile a program (SWAP puts the weights on the matrix instruction's 64-row side, for few
 tokens); `split`, the same with K divided over programs and an ordered reduction; `warps`, Gluon for sm90 and two MXFP8
-operands: warps that load, warps that multiply and scale.
+operands: warps that load, warps that multiply and scale; `native`, by the block scales of the matrix unit, where it has
+them (sm100, sm120, gfx950) for the pair.
 
 Source: OCP Microscaling Formats 1.0; NVFP4 and W4A16 inference (vLLM serves them through Marlin and triton_kernels).
 """
@@ -28,8 +29,9 @@ from fpk.device import Device, of
 from fpk.kernels._tile import tile_of
 from fpk.kernels.gemm._gluon import AVAILABLE
 from fpk.kernels.gemm._gluon_mx import launch as launch_warps
-from fpk.kernels.gemm._gluon_mx import mx_warps_kernel
+from fpk.kernels.gemm._gluon_mx import mx_warps_kernel, words_of_scales
 from fpk.kernels.gemm._mm import broadcast_strides, finish, fits_descriptors, parts_buffer, reduce_parts, store_tile
+from fpk.kernels.gemm._native import INTERPRETABLE, TARGETS, native_kernel, native_kinds
 from fpk.kernels.gemm._operands import (
     as_bytes,
     columns_of,
@@ -128,13 +130,35 @@ def _packed_kernel(
         store_tile(out_ptr + part.to(tl.int64) * M * N, acc, offs_m, offs_n, M, N, N)
 
 
+def _launch_native(
+    a: Tensor, b: Tensor, scale_a: Any, scale_b: Tensor, over_a: Tensor | None, over_b: Tensor | None,
+    bias: Tensor | None, out: Tensor, K: int, group: int, kinds: Any, config: Config,
+) -> Tensor:  # fmt: skip
+    (M, N), config = out.shape, {n: v for n, v in config.items() if n not in ("kernel", "COMPUTE")}
+    e4m3 = torch.float8_e4m3fn if group == 16 else torch.uint8  # the type says how a scale is to be read
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    native_kernel[(tiles,)](
+        a.view(torch.uint8), b.view(torch.uint8), scale_a.view(e4m3), scale_b.view(e4m3), over_a, over_b, bias, out,
+        M, N, K, a.stride(0), b.stride(0), out.stride(0), *scale_a.stride(), *scale_b.stride(),
+        *broadcast_strides(over_a, over_b),
+        KIND_A=kinds[0], KIND_B=kinds[1], GROUP=group, EVEN_K=K % config["BLOCK_K"] == 0, **config,
+    )  # fmt: skip
+    return out
+
+
 def configs(
     a: Tensor, b: Tensor, scale_b: Tensor, format_b: str, group_b: int, scale_a: Tensor | None, format_a: str,
     group_a: int, **_: Any,
 ):  # fmt: skip
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
-    M = bucket(a.shape[0])
-    if M >= 256 and of(a.device).arch == "sm90":
+    M, arch = bucket(a.shape[0]), of(a.device).arch
+    if native_kinds(format_a, format_b, arch):
+        for m, n, k, warps, stages in ((128, 128, 128, 4, 3), (128, 128, 128, 8, 2), (128, 256, 128, 8, 3)):
+            yield Config(
+                kernel="native", COMPUTE="fp8", GROUP_M=8, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps,
+                num_stages=stages,
+            )  # fmt: skip
+    if M >= 256 and arch == "sm90":
         for m, n, stages, group in ((128, 128, 4, 8), (128, 128, 4, 16), (128, 128, 3, 8), (128, 64, 4, 8)):
             yield Config(kernel="warps", COMPUTE="fp8", BLOCK_M=m, BLOCK_N=n, STAGES=stages, GROUP_M=group, num_warps=4)
     for compute in compute_types(left, right, of(a.device)):
@@ -147,8 +171,13 @@ def legal(
     scale_a: Tensor | None, format_a: str, group_a: int, out_dtype: torch.dtype, **_: Any,
 ) -> bool:  # fmt: skip
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
+    if config["kernel"] == "native":
+        held = config["num_stages"] * (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"]
+        return native_kinds(format_a, format_b, device.arch) is not None and held + 8192 <= device.shared_limit
     if config["kernel"] == "warps":
         if not AVAILABLE or not (format_a.startswith("mxfp8") and format_b.startswith("mxfp8")):
+            return False
+        if scale_a is None or a.shape[1] % 128 or not words_of_scales(scale_a, scale_b):
             return False
         m, n, size = config["BLOCK_M"], config["BLOCK_N"], out_dtype.itemsize
         held = config["STAGES"] * (m + n) * (128 + 16) + m * n // 2 * size + 1024
@@ -206,6 +235,7 @@ def inputs(
     ),
     kernels=dict(
         tile=Kernel(_packed_kernel, matrix=True), split=Kernel(_packed_kernel, matrix=True),
+        native=Kernel(native_kernel, targets=TARGETS, interpretable=INTERPRETABLE, matrix=True),
         warps=Kernel(mx_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, launcher_fields=("COMPUTE",), legal=legal, key=key, cost=cost, cases=linear_cases(),
@@ -251,6 +281,11 @@ def mm_packed(
         del config["kernel"], config["COMPUTE"]
         launch_warps(of(a.device), a, b, scale_a, scale_b, bias, out, config)  # type: ignore[arg-type]
         return out
+    if config["kernel"] == "native":
+        return _launch_native(
+            a, b, scale_a, scale_b, global_scale_a, global_scale_b, bias, out, K, left.group,
+            native_kinds(format_a, format_b, of(a.device).arch), config,
+        )  # fmt: skip
     split, made = config.pop("SPLIT_K", 1), constants(config.pop("COMPUTE"), left, right, a.dtype)
     over_a = global_scale_a if scale_a is None or left.group > 0 else scale_a
     over_b = global_scale_b if right.group > 0 else scale_b

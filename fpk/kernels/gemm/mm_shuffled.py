@@ -163,12 +163,14 @@ def configs(a: Tensor, **_: Any):
 
 
 def _defaults(M: int, wide: bool):
-    """Measured on an H200: (largest M, BLOCK_M, ROWS, UNITS, STAGES, PER_SM)."""
-    for limit, *fields in ((8, 8, 1, 2, 3, 4), (16, 16, 1, 2, 3, 4), (32, 32, 1, 2, 3, 3), (64, 64, 1, 2, 2, 2)):
-        if limit >= M:
+    """Measured on an H200: (largest M, BLOCK_M, ROWS, UNITS, STAGES, PER_SM), the second for wider codes."""
+    for limit, *fields in (
+        (8, 8, 1, 2, 3, 5), (8, 8, 1, 2, 3, 4), (16, 16, 1, 2, 3, 4), (16, 16, 1, 2, 2, 5), (32, 32, 1, 2, 3, 3),
+        (32, 32, 1, 1, 4, 3), (64, 64, 1, 1, 4, 2), (64, 64, 1, 1, 3, 2),
+    ):  # fmt: skip
+        if limit // 2 < M <= limit or M <= limit == 8:
             yield Config(kernel="units", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
-            return
-    fields = (128, 1, 1, 3, 0)
+    fields = (128, 1, 1, 3, 0) if wide else (128, 1, 2, 2, 0)
     yield Config(kernel="units", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
 
 
