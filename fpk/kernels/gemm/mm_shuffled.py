@@ -33,11 +33,12 @@ from fpk.device import Device, of
 from fpk.formats import decode
 from fpk.kernels._tile import decode_fp8, tile_of
 from fpk.kernels.gemm._gluon import AVAILABLE, descriptor
-from fpk.kernels.gemm._gluon_units import assembly, flat_descriptor, units_kernel
+from fpk.kernels.gemm._gluon_units import flat_descriptor, units_kernel
 from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._operands import decode_codes
 from fpk.kernels.gemm._tickets import LIMIT, tickets
+from fpk.kernels.gemm._unit_assembly import assembly
 from fpk.kernels.pack._shuffle import (
     COLUMNS,
     ELEMENTS,
