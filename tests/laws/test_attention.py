@@ -149,7 +149,8 @@ def case(
     return dict(
         q=sample((len(lens), 2 * group, 80), q_dtype, "normal", device), key_cache=caches[0], value_cache=caches[1],
         block_table=table.view(len(lens), width).int(), seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        softmax_scale=None, **make_scales(granularity, caches[0], device, 9, 1 / 16),
+        softmax_scale=None, **make_scales(granularity, caches[0], device, 9, 1 / 16), q_scale=None, p_scale=None,
+        out_dtype=None,
     )  # fmt: skip
 
 
@@ -301,16 +302,57 @@ def test_nan_in_a_sequence_stays_in_it(device):
     assert [tuple(i) for i in out.isnan().nonzero().tolist()] == [(0, h, 5) for h in range(4, 8)]
 
 
+def with_fp8_queries(args, dtype, scale):
+    codes = encode(args["q"].float() / 4, FP8[dtype]).view(dtype)
+    return args | dict(q=codes, q_scale=scale, out_dtype=args["q"].dtype)
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_queries_are_their_values(dtype, heads, device):
+    scale = torch.tensor([0.5, 3.0] if heads else [0.5], device=device)
+    args = with_fp8_queries(case(dtype, device=device), dtype, scale)
+    plain = (values(args["q"]) * scale.repeat_interleave(8 // len(scale))[:, None]).to(torch.bfloat16)
+    exact = dict(args, q=plain, q_scale=None, out_dtype=None)
+    for number in (1, 3):
+        assert_close(splits(args, number), by_torch(exact), 4e-3)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_probabilities(dtype, granularity, device):
+    """Rounded in steps below the power of two above a row's largest, however the sequence is divided."""
+    args = case(dtype, granularity, device=device) | dict(p_scale=torch.full((1,), 1 / 256, device=device))
+    expected = torch.zeros(4, 8, 48, device=device)
+    for b in (0, 2, 3):
+        k, v = (dequantized(args, w, b).repeat_interleave(4, 1) for w in ("key", "value"))  # (tokens, heads, size)
+        s = torch.einsum("hd,nhd->nh", args["q"][b].float(), k) / math.sqrt(80) * math.log2(math.e)
+        p = torch.exp2(s - s.amax(0).ceil()) * 256
+        assert float(p.amax()) > 128
+        p = decode(encode(p, FP8[dtype]), FP8[dtype])
+        expected[b] = torch.einsum("nh,nhd->hd", p, v) / p.sum(0)[:, None]
+    for number in (1, 3):
+        assert_close(splits(args, number), expected.to(torch.bfloat16), 4e-3)
+    assert rel_error(splits(args | dict(p_scale=None), 1), expected) > 5e-3
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
         (dict(q=torch.zeros(4, 7, 80, dtype=torch.bfloat16)), r"q: expected a multiple of 2 heads .* got 7"),
         (dict(q=torch.zeros(4, 8, 64, dtype=torch.bfloat16)), r"key_cache: expected .*64\), got .*80\)"),
-        (dict(q=torch.zeros(4, 8, 80)), "q: expected bfloat16 or float16, got float32"),
+        (dict(q=torch.zeros(4, 8, 80)), "q: expected bfloat16 or float16 or float8_e4m3fn, got float32"),
         (dict(seq_lens=torch.zeros(3, dtype=torch.int32)), r"seq_lens: expected \(4,\), got \(3,\)"),
         (dict(block_table=torch.zeros(4, 2, dtype=torch.int64)), "block_table: expected int32, got int64"),
         (dict(softmax_scale=float("nan")), "softmax_scale: expected a finite number"),
         (dict(v_scale=torch.ones(8)), r"v_scale: expected \(1,\) or \(2,\), got \(8,\)"),
+        (dict(q_scale=torch.ones(1)), r"q_scale: expected None with 16-bit queries, got \(1,\)"),
+        (
+            dict(q=torch.zeros(4, 8, 80, dtype=torch.uint8).view(torch.float8_e4m3fn)),
+            r"q_scale: expected \(1,\) or \(2,\) for FP8 queries, got None",
+        ),
+        (dict(p_scale=torch.ones(2)), r"p_scale: expected \(1,\), got \(2,\)"),
+        (dict(out_dtype=torch.float16), "out_dtype: expected one of .* got torch.float16"),
     ],
 )
 def test_errors_of_attention_name_the_argument(changes, message, device):
@@ -330,6 +372,8 @@ PLANTS = [
           "present[None, :], scores, 0.0"),
     Plant("attention_decode", "parts added as they are", "tl.math.exp2(tl.load(top_ptr + at) - top)", "1.0"),
     Plant("attention_decode", "heads dealt out in turn", "heads = h * GROUP + offs_h", "heads = offs_h * H + h"),
+    Plant("attention_decode", "the scale of other queries", "q_scale_ptr + h * stride_qs", "q_scale_ptr"),
+    Plant("attention_decode", "steps of another scale", "p = quantize_fp8(p, p_scale,", "p = quantize_fp8(p, p_scale * 1.5,"),
     Plant("attention_decode", "the last part is dropped", "for s in range(splits):", "for s in range(splits - 1):", 2),
 ]  # fmt: skip
 

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from fpk.check import expect_dtype, expect_inner_contiguous, expect_not_empty, expect_rank, expect_shape
 from fpk.formats import FP8
-from fpk.samples import sample, scales, strided
+from fpk.samples import generator, sample, scales, strided
 
 
 def check_attention(
-    name: str, q: Tensor, key_cache: Tensor, value_cache: Tensor, softmax_scale: float | None
+    name: str, q: Tensor, key_cache: Tensor, value_cache: Tensor, softmax_scale: float | None,
+    q_scale: Tensor | None, p_scale: Tensor | None, out_dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
     """Queries (rows, heads, D) beside a cache (pages, page, H, D) and (pages, page, H, DV) of codes or their type."""
     expect_rank(f"{name}.q", q, 3)
@@ -19,10 +20,11 @@ def check_attention(
     expect_rank(f"{name}.value_cache", value_cache, 4)
     heads, D = q.shape[1:]
     pages, page, H = key_cache.shape[:3]
-    expect_dtype(f"{name}.q", q, torch.bfloat16, torch.float16)
+    fp8 = key_cache.dtype in FP8
+    expect_dtype(f"{name}.q", q, torch.bfloat16, torch.float16, *((key_cache.dtype,) if fp8 else ()))
     expect_shape(f"{name}.key_cache", key_cache, (pages, page, H, D))
     expect_shape(f"{name}.value_cache", value_cache, (pages, page, H, value_cache.shape[-1]))
-    expect_dtype(f"{name}.key_cache", key_cache, *FP8, torch.int8, q.dtype)
+    expect_dtype(f"{name}.key_cache", key_cache, *FP8, torch.int8, *((q.dtype,) if q.dtype.itemsize > 1 else ()))
     expect_dtype(f"{name}.value_cache", value_cache, key_cache.dtype)
     for what, tensor in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
         expect_inner_contiguous(f"{name}.{what}", tensor)
@@ -31,8 +33,31 @@ def check_attention(
         expect_not_empty(f"{name}.key_cache", key_cache, dim)
     if heads == 0 or heads % H:
         raise ValueError(f"{name}.q: expected a multiple of {H} heads (those of key_cache), got {heads}")
+    if (q.dtype in FP8) != (q_scale is not None):
+        wanted = f"(1,) or ({H},) for FP8 queries" if q.dtype in FP8 else "None with 16-bit queries"
+        raise ValueError(f"{name}.q_scale: expected {wanted}, got {None if q_scale is None else tuple(q_scale.shape)}")
+    if p_scale is not None and not fp8:
+        raise ValueError(f"{name}.p_scale: expected None without an FP8 cache, got a tensor")
+    for what, scale, shapes in (("q_scale", q_scale, ((1,), (H,))), ("p_scale", p_scale, ((1,),))):
+        if scale is not None:
+            expect_shape(f"{name}.{what}", scale, *shapes)
+            expect_dtype(f"{name}.{what}", scale, torch.float32)
+    allowed = (None, torch.bfloat16, torch.float16) if q.dtype in FP8 else (None, q.dtype)
+    if out_dtype not in allowed:
+        raise ValueError(f"{name}.out_dtype: expected one of {allowed}, got {out_dtype}")
     if softmax_scale is not None and not math.isfinite(softmax_scale):
         raise ValueError(f"{name}.softmax_scale: expected a finite number or None (1 / sqrt(D)), got {softmax_scale}")
+
+
+def check_table(name: str, sequences: int, block_table: Tensor, seq_lens: Tensor) -> None:
+    """Pages (sequences, width) and lengths (sequences,), int32."""
+    expect_rank(f"{name}.block_table", block_table, 2)
+    expect_inner_contiguous(f"{name}.block_table", block_table)
+    expect_shape(f"{name}.block_table", block_table, (sequences, block_table.shape[1]))
+    expect_not_empty(f"{name}.block_table", block_table, 1)
+    expect_dtype(f"{name}.block_table", block_table, torch.int32)
+    expect_shape(f"{name}.seq_lens", seq_lens, (sequences,))
+    expect_dtype(f"{name}.seq_lens", seq_lens, torch.int32)
 
 
 def check_scales(
@@ -60,10 +85,11 @@ def check_scales(
 
 
 def scale_strides(
-    k_scale: Tensor | None, v_scale: Tensor | None, key_scales: Tensor | None, value_scales: Tensor | None
-) -> tuple[int, ...]:
-    """Along heads of the first two (0 where all share one), then all three of the stored ones."""
-    by_head = [0 if s is None or s.numel() == 1 else s.stride(0) for s in (k_scale, v_scale)]
+    k_scale: Tensor | None, v_scale: Tensor | None, key_scales: Tensor | None, value_scales: Tensor | None,
+    *more: Tensor | None,
+) -> tuple[int, ...]:  # fmt: skip
+    """Along heads of the first two and of `more` (0 where all share one), then all three of the stored ones."""
+    by_head = [0 if s is None or s.numel() == 1 else s.stride(0) for s in (k_scale, v_scale, *more)]
     stored = [stride for s in (key_scales, value_scales) for stride in ((0, 0, 0) if s is None else s.stride())]
     return (*by_head, *stored)
 
@@ -90,3 +116,34 @@ def make_scales(
         for i, name in enumerate(names[2:] if granularity == "token_head" else names[:2]):
             made[name] = scales(shape, device, seed + i) * factor
     return made
+
+
+def decode_inputs(
+    *, M, H, group, D, dv=None, page=16, tokens=4096, dtype=torch.float8_e4m3fn, q_dtype=torch.bfloat16,
+    granularity="tensor", lengths="full", pages=None, kind="normal", layout="contiguous", rounded="", device="cuda",
+    seed=0,
+):  # fmt: skip
+    """Arguments of `attention_decode`. `rounded`: "q" for FP8 queries, "p" for probabilities, with an FP8 cache."""
+    dv = dv or D
+    dtype = dtype or q_dtype
+    width = -(-tokens // page)
+    pages = pages or min(M * width + 1, 2**16)
+    # pages in any order; sequences share them where there are too few
+    order = torch.randperm(pages, generator=generator(seed + 6, device), device=device)
+    table = order[torch.arange(M * width, device=device) % pages].view(M, width).int()
+    lens = torch.full((M,), tokens, dtype=torch.int32, device=device)
+    if lengths != "full":
+        lens = torch.randint(0, tokens + 1, (M,), generator=generator(seed + 7, device), device=device).int()
+        lens[:1] = {"random": 1, "empty": 0}[lengths]
+    caches = [make_cache((pages, page, H, d), dtype, layout, device, seed + 1 + i) for i, d in enumerate((D, dv))]
+    plain = "contiguous" if layout == "heads_first" else layout
+    fp8 = rounded if dtype in FP8 else ""
+    q = sample((M, H * group, D), dtype if "q" in fp8 else q_dtype, kind, device, seed)
+    return dict(
+        q=strided(q, plain), key_cache=caches[0],
+        value_cache=caches[1], block_table=table, seq_lens=lens, softmax_scale=None,
+        **make_scales(granularity, caches[0], device, seed + 4, 1 / 16),  # codes are up to 240
+        q_scale=scales((H,), device, seed + 8) / 16 if "q" in fp8 else None,
+        p_scale=torch.full((1,), 1 / 256, device=device) if "p" in fp8 else None,
+        out_dtype=q_dtype if "q" in fp8 else None,
+    )  # fmt: skip

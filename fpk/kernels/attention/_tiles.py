@@ -23,13 +23,21 @@ def code_constants(cache: Tensor, device: Device) -> dict[str, object]:
     else:
         hardware = device.has_fp8_conversion(fmt.name)
         packed = device.vendor == "nv" and device.capability >= 89 and not INTERPRETING
-        kind, code = "asm" if packed else "fp8" if hardware else "bytes", _CODES[fmt.name]
+        kind = "asm" if packed and hardware else "fp8" if hardware else "bytes"
+        code = _CODES[fmt.name] if kind == "fp8" else None
     is_float = fmt is not None and fmt is not INT8
     return dict(
         KIND=kind, CODE=code, MANTISSA=fmt.mantissa_bits if is_float and fmt else 0,
         BIAS=fmt.bias if is_float and fmt else 0, NAN_CODE=fmt.nan_code if is_float and fmt else 0,
         IEEE=bool(is_float and fmt and fmt.kind == "ieee"),
     )  # fmt: skip
+
+
+def has_pairs(cache: Tensor) -> bool:
+    """Can its rows be read as words of two codes, and do those fill a tile?"""
+    DV = cache.shape[-1]
+    even = all(s % 2 == 0 for s in cache.stride()[:-1]) and cache.data_ptr() % 2 == 0
+    return cache.element_size() == 1 and DV % 2 == 0 and DV > 16 and even
 
 
 @triton.jit

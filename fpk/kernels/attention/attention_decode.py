@@ -5,15 +5,14 @@
 k[n] and v[n] are head i // (heads / kv heads) of the cache's slot (block_table[b, n // page], n % page), code * scale
 with scales of 1, a tensor, a head, or a token and head. A sequence without tokens gives 0.
 
-Codes are decoded to fp16, which holds every FP8 and INT8 value, and multiplied by the matrix unit, bf16 queries after a
-division by a power of two; scales are applied in fp32 to scores and probabilities. Probabilities are rounded to fp16,
-to bf16 with a bf16 cache. The sequence
-is divided over SPLITS programs; a second kernel adds their parts in order, so results do not depend on timing, nor on
-the other sequences of the batch.
+Codes are decoded to fp16, which holds every FP8 and INT8 value, for the matrix unit; bf16 queries are divided by a
+power of two for it. Scales are applied in fp32, to scores and probabilities. Probabilities are rounded to fp16, or bf16
+with a bf16 cache. The sequence is divided over SPLITS programs; a second kernel adds their parts in order.
 
 Source: paged attention (vLLM) with the split of Flash-Decoding.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -22,14 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import expect_dtype, expect_inner_contiguous, expect_not_empty, expect_rank, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import Device, of
-from fpk.formats import FP8, decode
-from fpk.kernels.attention._paged import check_attention, check_scales, make_cache, make_scales, scale_strides
-from fpk.kernels.attention._tiles import code_constants, decode_pairs, decode_tile, power_below
+from fpk.formats import E4M3FN, FP8, decode, encode
+from fpk.kernels._tile import decode_fp8, fp8_constants, quantize_fp8
+from fpk.kernels.attention._paged import check_attention, check_scales, check_table, decode_inputs, scale_strides
+from fpk.kernels.attention._tiles import code_constants, decode_pairs, decode_tile, has_pairs, power_below
 from fpk.op import Cost, Kernel, op
-from fpk.samples import generator, sample, strided
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -37,7 +35,8 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 def reference(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
+    p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     B, heads, D = q.shape
     pages, page, H, DV = value_cache.shape
@@ -45,14 +44,24 @@ def reference(
     present = torch.arange(block_table.shape[1] * page, device=q.device) < seq_lens[:, None]  # (B, tokens)
     k = _gather(key_cache, table, present, k_scale, key_scales)
     v = _gather(value_cache, table, present, v_scale, value_scales)
-    scores = torch.einsum("bhgd,bnhd->bhgn", q.float().reshape(B, H, heads // H, D), k)
+    fmt = FP8.get(q.dtype)
+    query = (q.float() if fmt is None else decode(q.view(torch.uint8), fmt)).reshape(B, H, heads // H, D)
+    if q_scale is not None:
+        query = query * q_scale[:, None, None]
+    scores = torch.einsum("bhgd,bnhd->bhgn", query, k)
     scores = scores * (1 / math.sqrt(D) if softmax_scale is None else softmax_scale)
     scores = torch.where(present[:, None, None], scores, float("-inf"))
     top = scores.amax(-1, keepdim=True)
-    p = (scores - torch.where(top == float("-inf"), 0.0, top)).exp()
+    if p_scale is None:
+        p = (scores - torch.where(top == float("-inf"), 0.0, top)).exp()
+    else:  # in units of p_scale below the next power of two, so that the format's steps do not depend on the maximum
+        fmt, log2e = FP8[key_cache.dtype], math.log2(math.e)
+        above = (top * log2e).ceil()
+        p = (scores * log2e - torch.where(above == float("-inf"), 0.0, above)).exp2()
+        p = decode(encode(p / p_scale, fmt), fmt)
     total = p.sum(-1, keepdim=True)
     out = torch.einsum("bhgn,bnhd->bhgd", p, v) / torch.where(total == 0, 1.0, total)
-    return out.reshape(B, heads, DV).to(q.dtype)
+    return out.reshape(B, heads, DV).to(out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16))
 
 
 def _gather(cache: Tensor, table: Tensor, present: Tensor, scale: Tensor | None, stored: Tensor | None) -> Tensor:
@@ -69,34 +78,27 @@ def _gather(cache: Tensor, table: Tensor, present: Tensor, scale: Tensor | None,
 
 def check(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-    softmax_scale: float | None, k_scale: Tensor | None, v_scale: Tensor | None, key_scales: Tensor | None,
-    value_scales: Tensor | None, **_: Any,
+    softmax_scale: float | None, q_scale: Tensor | None, p_scale: Tensor | None, out_dtype: torch.dtype | None,
+    **scales: Tensor | None,
 ) -> None:  # fmt: skip
     name = "attention_decode"
-    check_attention(name, q, key_cache, value_cache, softmax_scale)
-    expect_rank(f"{name}.block_table", block_table, 2)
-    expect_inner_contiguous(f"{name}.block_table", block_table)
-    B = q.shape[0]
-    expect_shape(f"{name}.block_table", block_table, (B, block_table.shape[1]))
-    expect_not_empty(f"{name}.block_table", block_table, 1)
-    expect_dtype(f"{name}.block_table", block_table, torch.int32)
-    expect_shape(f"{name}.seq_lens", seq_lens, (B,))
-    expect_dtype(f"{name}.seq_lens", seq_lens, torch.int32)
-    check_scales(name, key_cache, k_scale, v_scale, key_scales, value_scales)
+    check_attention(name, q, key_cache, value_cache, softmax_scale, q_scale, p_scale, out_dtype)
+    check_table(name, q.shape[0], block_table, seq_lens)
+    check_scales(name, key_cache, **scales)
 
 
 @triton.jit(do_not_specialize=["capacity", "splits"])
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, k_stored_ptr, v_stored_ptr,
-    out_ptr, top_ptr, total_ptr,
+    q_scale_ptr, p_scale_ptr, out_ptr, top_ptr, total_ptr,
     softmax_scale, H, capacity, splits,
     stride_qb, stride_qh, stride_tb,
     stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
-    stride_ks, stride_vs, stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr,
-    OUT: tl.constexpr, KIND: tl.constexpr, CODE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN_CODE: tl.constexpr, IEEE: tl.constexpr, ONLY: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    stride_ks, stride_vs, stride_qs, stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr, OUT: tl.constexpr,
+    KIND: tl.constexpr, CODE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr,
+    IEEE: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, ONLY: tl.constexpr, PAIRS: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H query heads of one KV head over one part of one sequence; with ONLY there is one part: the result.
 
@@ -121,6 +123,9 @@ def _split_kernel(
     score_scale = softmax_scale * 1.4426950408889634  # exponents of 2
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr + h * stride_ks)
+    if q_scale_ptr is not None:
+        score_scale *= tl.load(q_scale_ptr + h * stride_qs)
+        q = decode_tile(q, TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)
     row_scale = tl.full((BLOCK_H,), 1.0, tl.float32) * score_scale
     if q.dtype != TYPE:  # bf16 queries of a cache of codes
         power, inverse = power_below(q)
@@ -154,10 +159,16 @@ def _split_kernel(
             scores *= tl.load(k_stored, mask=present, other=0.0)[None, :]
         scores = tl.where(present[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))  # finite: the first token of a step is present
+        if p_scale_ptr is not None:
+            higher = tl.math.ceil(higher)  # fades are powers of two then, and steps those of the format
         p = tl.math.exp2(scores - higher[:, None])
         fade = tl.math.exp2(top - higher)
         top = higher
         total *= fade
+        if p_scale_ptr is not None:
+            p_scale = tl.load(p_scale_ptr + tl.zeros((1, 1), tl.int32))
+            p = quantize_fp8(p, p_scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+            p = decode_fp8(p, MANTISSA, BIAS, NAN_CODE, IEEE)
         if v_stored_ptr is not None:
             total += tl.sum(p, axis=1)
             v_stored = v_stored_ptr + h * stride_vsh + page * stride_vsp + inside * stride_vst
@@ -236,19 +247,19 @@ def configs(q: Tensor, key_cache: Tensor, block_table: Tensor, **_: Any):
     # without AHEAD the pipeline spends its stages on two loads, pages and then their tokens: five are two buffers
     deep = 3 if of(q.device).vendor == "amd" else 5
     yield Config(BLOCK_H=tall, BLOCK_N=64, SPLITS=default, PAIRS=byte, AHEAD=byte, num_warps=4, num_stages=3)
+    plain = dict(BLOCK_H=tall, SPLITS=default, PAIRS=False, AHEAD=False, num_warps=4)
     for n, stages in ((64, deep), (64, 3), (64, 2), (32, 2), (16, 1)):  # ever less shared memory
-        yield Config(BLOCK_H=tall, BLOCK_N=n, SPLITS=default, PAIRS=False, AHEAD=False, num_warps=4, num_stages=stages)
-    for splits in sorted({1, 3, min(most, 2 * wanted), min(most, 4 * wanted), default}):
-        for n in (32, 64, 128):
-            for warps in (1, 2, 4, 8):
-                for ahead, stages in ((True, 2), (True, 3), (True, 4), (False, 3), (False, 5), (False, 7)):
-                    for pairs in (True, False) if byte else (False,):
-                        shape = dict(BLOCK_H=tall, BLOCK_N=n, SPLITS=splits, PAIRS=pairs, AHEAD=ahead)
-                        yield Config(**shape, num_warps=warps, num_stages=stages)
+        yield Config(BLOCK_N=n, num_stages=stages, **plain)
+    parts = sorted({1, 3, min(most, 2 * wanted), min(most, 4 * wanted), default})
+    pipelines = ((True, 2), (True, 3), (True, 4), (False, 3), (False, 5), (False, 7))
+    for splits, n, warps, (ahead, stages) in itertools.product(parts, (32, 64, 128), (1, 2, 4, 8), pipelines):
+        for pairs in (True, False) if byte else (False,):
+            shape = dict(BLOCK_H=tall, BLOCK_N=n, SPLITS=splits, PAIRS=pairs, AHEAD=ahead)
+            yield Config(**shape, num_warps=warps, num_stages=stages)
 
 
 def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
-    if config["PAIRS"] and not _has_pairs(value_cache):
+    if config["PAIRS"] and not has_pairs(value_cache):
         return False
     width = triton.next_power_of_2(q.shape[-1]) + triton.next_power_of_2(value_cache.shape[-1])
     tokens, tall = config["BLOCK_N"], config["BLOCK_H"]
@@ -259,21 +270,20 @@ def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_ca
     return loaded + staged + 2048 <= device.shared_limit
 
 
-def _has_pairs(cache: Tensor) -> bool:
-    """Can its rows be read as words of two codes, and do those fill a tile?"""
-    DV = cache.shape[-1]
-    even = all(s % 2 == 0 for s in cache.stride()[:-1]) and cache.data_ptr() % 2 == 0
-    return cache.element_size() == 1 and DV % 2 == 0 and DV > 16 and even
-
-
 def key_of(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, key_scales: Tensor | None, **_: Any
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    key_scales: Tensor | None,
+    p_scale: Tensor | None,
+    **_: Any,
 ) -> dict[str, int | str]:
     page, H = key_cache.shape[1:3]
     return dict(
         M=bucket(q.shape[0]), heads=q.shape[1], H=H, D=q.shape[2], DV=value_cache.shape[3], page=page,
         tokens=bucket(block_table.shape[1] * page), q=str(q.dtype), cache=str(key_cache.dtype),
-        stored=int(key_scales is not None),
+        stored=int(key_scales is not None), rounded=int(p_scale is not None),
     )  # fmt: skip
 
 
@@ -288,43 +298,24 @@ def cost(
     return Cost(flops=2 * tokens * heads * (D + DV), bytes=moved)
 
 
-def tolerance(q: Tensor, key_cache: Tensor, **_: Any) -> float:
-    """One rounding of the result, and one of every probability to the type that multiplies the values."""
+def tolerance(
+    q: Tensor, key_cache: Tensor, p_scale: Tensor | None, out_dtype: torch.dtype | None, **_: Any
+) -> float:  # fmt: skip
+    """One rounding of the result, and one of every probability; FP8 ones near the middle of two codes take either."""
+    if p_scale is not None:
+        return 1e-2
     if key_cache.dtype is torch.bfloat16:
         return 4e-3
-    return 2.5e-3 if q.dtype is torch.bfloat16 else 1e-3
-
-
-def inputs(
-    *, M, H, group, D, dv=None, page=16, tokens=4096, dtype=torch.float8_e4m3fn, q_dtype=torch.bfloat16,
-    granularity="tensor", lengths="full", pages=None, kind="normal", layout="contiguous", device="cuda", seed=0,
-):  # fmt: skip
-    dv = dv or D
-    dtype = dtype or q_dtype
-    width = triton.cdiv(tokens, page)
-    pages = pages or min(M * width + 1, 2**16)
-    # pages in any order; sequences share them where there are too few
-    order = torch.randperm(pages, generator=generator(seed + 6, device), device=device)
-    table = order[torch.arange(M * width, device=device) % pages].view(M, width).int()
-    lens = torch.full((M,), tokens, dtype=torch.int32, device=device)
-    if lengths != "full":
-        lens = torch.randint(0, tokens + 1, (M,), generator=generator(seed + 7, device), device=device).int()
-        lens[:1] = {"random": 1, "empty": 0}[lengths]
-    caches = [make_cache((pages, page, H, d), dtype, layout, device, seed + 1 + i) for i, d in enumerate((D, dv))]
-    plain = "contiguous" if layout == "heads_first" else layout
-    return dict(
-        q=strided(sample((M, H * group, D), q_dtype, kind, device, seed), plain), key_cache=caches[0],
-        value_cache=caches[1], block_table=table, seq_lens=lens, softmax_scale=None,
-        **make_scales(granularity, caches[0], device, seed + 4, 1 / 16),  # codes are up to 240
-    )  # fmt: skip
+    return 1e-3 if torch.float16 in (q.dtype, out_dtype) else 2.5e-3
 
 
 @op(
-    reference=reference, check=check, inputs=inputs, tol=tolerance,
+    reference=reference, check=check, inputs=decode_inputs, tol=tolerance,
     domain=dict(
         M=(0, 1, 2, 3, 5), H=(1, 2), group=(1, 3, 8, 20), D=(16, 33, 64, 80, 128), dv=(None, 24), page=(1, 3, 16),
         tokens=(1, 17, 130, 600), dtype=(*FP8, torch.int8, None), q_dtype=tuple(_TYPES),
         granularity=("none", "tensor", "head", "token_head"), lengths=("full", "random", "empty"), pages=(5, 29),
+        rounded=("", "q", "p", "qp"),
         kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset", "heads_first"),
     ),
     kernels=dict(split=Kernel(_split_kernel, matrix=True)),
@@ -348,12 +339,13 @@ def inputs(
 def attention_decode(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None, *, config: Config,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
+    p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None, *, config: Config,
 ) -> Tensor:  # fmt: skip
     """Attention of one query a sequence to a paged KV cache.
 
     Args:
-        q: (B, heads, D) bf16 or fp16, heads contiguous.
+        q: (B, heads, D) bf16 or fp16, or the cache's fp8 type with q_scale; heads contiguous.
         key_cache, value_cache: (pages, page, H, D) and (pages, page, H, DV), an fp8 type, int8, or q's; heads
             contiguous, other strides any. `heads` is a multiple of H, neighbours share a KV head.
         block_table: (B, width) int32, the pages of each sequence in order; those beyond its end may be anything.
@@ -361,22 +353,29 @@ def attention_decode(
         softmax_scale: of the scores; None is 1 / sqrt(D).
         k_scale, v_scale: (1,) or (H,) fp32: value = code * scale; None is 1. For fp8 and int8 caches.
         key_scales, value_scales: (pages, page, H) fp32 or None: a scale for every token and head.
+        q_scale: (1,) or (H,) fp32 of FP8 queries, one for all heads that share a KV head.
+        p_scale: (1,) fp32 or None; probabilities are then rounded to the cache's fp8 type in steps of it. They count
+            from the power of two above a row's largest, which lies in 1/2..1.
+        out_dtype: bf16 or fp16 for FP8 queries; bf16 if None.
 
     Returns:
-        (B, heads, DV) of q's type; 0 for sequences without tokens.
+        (B, heads, DV) of q's type, or out_dtype; 0 for sequences without tokens.
 
     Raises:
         ValueError: a shape, dtype or stride does not fit, or scales come in two ways.
     """
     B, heads, D = q.shape
     _, page, H, DV = value_cache.shape
-    out = torch.empty((B, heads, DV), dtype=q.dtype, device=q.device)
+    dtype = out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16)
+    out = torch.empty((B, heads, DV), dtype=dtype, device=q.device)
     if B == 0:
         return out
     constants = code_constants(key_cache, of(q.device))
-    k, v = (c.view(torch.uint8) if constants["KIND"] == "bytes" else c for c in (key_cache, value_cache))
-    if config["PAIRS"]:
-        v = value_cache.view(torch.int16)
+    rounding = fp8_constants(FP8.get(key_cache.dtype, E4M3FN), of(q.device))
+    constants |= {n: rounding[n] for n in ("MAX", "HARDWARE")}
+    as_bytes = constants["KIND"] == "bytes"
+    k, v = (c.view(torch.uint8) if as_bytes else c for c in (key_cache, value_cache))
+    v = value_cache.view(torch.int16) if config["PAIRS"] else v
     config = dict(config)
     splits = config.pop("SPLITS")
     part, top, total = out, None, None
@@ -385,11 +384,12 @@ def attention_decode(
         top, total = torch.empty((2, B, heads, splits), dtype=torch.float32, device=q.device)
     block_dv = max(16, triton.next_power_of_2(DV))
     _split_kernel[(B * H * triton.cdiv(heads // H, config["BLOCK_H"]), splits)](
-        q, k, v, block_table, seq_lens, k_scale, v_scale, key_scales, value_scales, part, top, total,
+        q.view(torch.uint8) if as_bytes and q_scale is not None else q, k, v, block_table, seq_lens,
+        k_scale, v_scale, key_scales, value_scales, q_scale, p_scale, part, top, total,
         1 / math.sqrt(D) if softmax_scale is None else float(softmax_scale), H, block_table.shape[1] * page, splits,
         *q.stride()[:2], block_table.stride(0), *k.stride()[:3], *v.stride()[:3],
-        *scale_strides(k_scale, v_scale, key_scales, value_scales),
-        GROUP=heads // H, D=D, DV=DV, PAGE=page, ONLY=splits == 1, OUT=_TYPES[q.dtype],
+        *scale_strides(k_scale, v_scale, key_scales, value_scales, q_scale),
+        GROUP=heads // H, D=D, DV=DV, PAGE=page, ONLY=splits == 1, OUT=_TYPES[dtype],
         TYPE=tl.float16 if key_cache.element_size() == 1 else _TYPES[q.dtype], **constants,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_DV=block_dv, **config,
     )  # fmt: skip
