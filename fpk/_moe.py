@@ -202,8 +202,8 @@ def moe_experts(
 def _gathers(x: Weight, scheme: Scheme | None, weight: Weight, static: Static, rows: int) -> bool:
     """Does the first product gather its tokens itself, instead of getting them in order?
 
-    Where there are few rows for each expert, that only saves a launch. With more, loading scattered rows costs time in
-    every tile of columns, more so where scales come with them. Measured on an H200.
+    That saves a launch and a copy, but loading scattered rows costs time in every tile of columns, more so where scales
+    come with them. Measured on an H200.
     """
     if isinstance(weight, Quantized) and reads_packed(x, weight):
         return False
@@ -214,8 +214,9 @@ def _gathers(x: Weight, scheme: Scheme | None, weight: Weight, static: Static, r
             return False
     E, N = codes_of(weight).shape[:2]
     changing = scheme is not None and isinstance(weight, Quantized) and weight.granularity.cols > 0
-    narrow = 512 if changing else 4096
-    return rows <= 16 * E or narrow >= N
+    if changing:
+        return N <= 512 and rows > 64
+    return rows <= 8 * E or N <= 4096
 
 
 def _permuted(

@@ -264,11 +264,11 @@ def test_rows_of_no_expert_are_zeros_and_leak_nothing(name, counts, device):
 def test_weights_may_lie_in_a_wider_buffer(name, device):
     args = arguments_of(name, 9, 20, 64, 3, device)
     offs = ends([2, 3, 4], device)
-    expected = OPS[name](**args, offs=offs)
+    expected = OPS[name].launch(**args, offs=offs, config=TILE)
     raw = args["b"].view(torch.uint8 if args["b"].element_size() == 1 else torch.int16)
     wide = torch.full((3, 24, 96), 0x7F, dtype=raw.dtype, device=device)
     wide[:, :20, :64] = raw
-    out = OPS[name](**args | dict(b=wide.view(args["b"].dtype)[:, :20, :64]), offs=offs)
+    out = OPS[name].launch(**args | dict(b=wide.view(args["b"].dtype)[:, :20, :64]), offs=offs, config=TILE)
     assert_close(out, expected, 0.0)
 
 
@@ -282,10 +282,10 @@ def test_gathering_is_permuting(name, device):
     args["b"] = wide.view(args["b"].dtype)[:, :, :511]
     index = torch.tensor([3, 3, 11, 0, 15, 8, 9, 2, 14, 1, 5, 4, 7, 12, -1, -1], dtype=torch.int32, device=device)
     offs = ends([5, 0, 9], device)
-    out = OPS[name](**args, offs=offs, gather=index, top_k=2)
+    out = OPS[name].launch(**args, offs=offs, gather=index, top_k=2, config=TILE)
     rows = index.long().clamp(min=0) // 2
     moved = {n: bits(args[n])[rows].view(args[n].dtype) for n in ("a", "scale_a") if n in args}
-    assert_close(out, OPS[name](**args | moved, offs=offs), 0.0)
+    assert_close(out, OPS[name].launch(**args | moved, offs=offs, config=TILE), 0.0)
     with pytest.raises(ValueError, match="top_k: expected 1 without gather"):
         OPS[name](**args, offs=offs, top_k=2)
 

@@ -176,26 +176,33 @@ def grouped_tiles(rows: int, widths: tuple[int, ...]) -> Iterator[Config]:
 def measured_tiles(R: int, E: int, K: int, size: int, sums: int, changing: bool) -> Iterator[Config]:
     """Defaults from an H200, over the experts of Mixtral 8x7B, DeepSeek-V3, Qwen3-30B-A3B and gpt-oss-120b.
 
-    R rows of E experts (on the key grid), K elements of `size` bytes; sums: accumulators of a tile; changing: scales
-    that change along K.
+    R rows of E experts, K elements of `size` bytes; sums: accumulators of a tile; changing: scales that change along K.
     """
-    rows, line = -(-R // E), 128 // size  # elements of 128 bytes
+    few = 2 * R <= E  # then hardly an expert has two rows
+    R = bucket(R)
+    rows, line, deep = -(-R // E), 128 // size, K * size >= 4096  # line: elements of 128 bytes
 
     def tile(swap: bool, m: int, n: int, k: int, warps: int, stages: int) -> Config:
         return Config(
             kernel="descriptor", SWAP=swap, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages
         )
 
-    if R <= 64 and rows == 1 and not changing and K * size >= 512:
+    if few and R <= 16 and not changing and K * size >= 512:
+        if 4096 < K * size <= 8192:
+            yield Config(kernel="vector", BLOCK_N=4, BLOCK_K=512, DEPTH=4, num_warps=2)
         yield Config(kernel="vector", BLOCK_N=4, BLOCK_K=256, DEPTH=4, num_warps=1)
     if rows <= 8 and K * size <= 1024:
         yield tile(False, 16, 128, line, 4, 4)
+    elif rows <= 8 and not changing:
+        yield tile(True, 16, 128, 2 * line, 4, 3)
     elif rows <= 8:
-        yield tile(True, 16, 64, line, 4, 6) if changing else tile(True, 16, 128, 2 * line, 4, 3)
+        yield tile(True, 16, 64, line, 4, 6) if K * size < 8192 else tile(True, 16, 128, line, 4, 4)
     elif rows <= 24:
         yield tile(True, 32, 128, line, 4, 4)
-    elif rows > 64 and sums == 1 and K * size >= 2048:
+    elif sums == 1 and ((rows >= 48 and deep) or (rows > 64 and K * size >= 2048)):
         yield tile(False, 128, 256, line, 8, 4)
+    elif changing and deep and (rows >= 256 or 48 <= rows <= 96):
+        yield Config(kernel="gluon", BLOCK_N=128, GROUP_M=8, STAGES=6, num_warps=4)
     yield tile(False, 64, 128, line, 4, 3)
 
 

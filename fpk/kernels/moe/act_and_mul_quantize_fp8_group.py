@@ -128,6 +128,8 @@ def configs(x: Tensor, group: int, **_: Any):
     rows = 8 if x.shape[-2] > 4 else 1
     default = max(1, 2048 // rows // width)
     rows = max(1, min(rows, 2048 // width))
+    if x.shape[-2] <= 64 and width <= 512:  # few rows: more programs
+        yield Config(BLOCK_M=1, GROUPS=max(1, 512 // width), num_warps=2)
     yield Config(BLOCK_M=rows, GROUPS=default, num_warps=2 if width <= 2048 else 8)
     shapes = [(1, 512), (1, 1024), (1, 2048), (2, 512), (2, 1024), (4, 256), (4, 512), (4, 1024), (8, 128), (8, 256),
               (8, 512), (16, 128), (16, 256), (32, 128)]  # fmt: skip

@@ -137,7 +137,7 @@ def configs(a: Tensor, b: Tensor, top_k: int, **_: Any):
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(kernel="tile", SWAP=False, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
     if a.dtype is not torch.float32:
-        yield from measured_tiles(bucket(a.shape[0]) * top_k, b.shape[0], b.shape[2], 2, 1, False)
+        yield from measured_tiles(a.shape[0] * top_k, b.shape[0], b.shape[2], 2, 1, False)
     if rows <= 32:
         yield Config(kernel="tile", SWAP=True, BLOCK_M=max(16, rows), BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=4)
     yield Config(kernel="tile", SWAP=False, BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, num_warps=4, num_stages=3)

@@ -209,8 +209,8 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, top_k: int, **_: Any):
     rows = rows_per_expert(a, b, top_k)
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(kernel="tile", SWAP=False, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2)
-    R, sums = bucket(a.shape[0]) * top_k, 1 if fast_accum or a.dtype is torch.int8 else 2
-    yield from measured_tiles(R, b.shape[0], b.shape[2], 1, sums, False)
+    sums = 1 if fast_accum or a.dtype is torch.int8 else 2
+    yield from measured_tiles(a.shape[0] * top_k, b.shape[0], b.shape[2], 1, sums, False)
     if rows <= 32:
         yield Config(
             kernel="tile", SWAP=True, BLOCK_M=max(16, rows), BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4

@@ -202,10 +202,8 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: 
     wide = min(128, step & -step)  # its largest power of two
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(kernel="tile", SWAP=False, BLOCK_M=32, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2)
-    if rows >= 512:
-        yield Config(kernel="gluon", BLOCK_N=128, GROUP_M=8, STAGES=6, num_warps=4)
     if wide == 128:
-        yield from measured_tiles(bucket(a.shape[0]) * top_k, b.shape[0], b.shape[2], 1, 2, True)
+        yield from measured_tiles(a.shape[0] * top_k, b.shape[0], b.shape[2], 1, 2, True)
     if rows <= 32:
         yield Config(
             kernel="tile", SWAP=True, BLOCK_M=max(16, rows), BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=4

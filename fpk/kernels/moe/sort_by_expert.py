@@ -212,8 +212,10 @@ def configs(ids: Tensor, **_: Any):
     R = bucket(ids.shape[0]) * ids.shape[1]
     if of(ids.device).arch == "cpu":  # the interpreter wants few programs
         yield Config(kernel="rank", BLOCK_R=64, CHUNK=64, num_warps=4)
-    if R <= 4096:
+    if R <= 1024:
         yield Config(kernel="rank", BLOCK_R=16, CHUNK=128, num_warps=4)
+    elif R <= 16384:
+        yield Config(kernel="chunks", CHUNK=128, STEP=8, num_warps=4)
     for step in (16, 4):
         yield Config(kernel="chunks", CHUNK=256 if R <= 65536 else 1024, STEP=step, num_warps=8)
     yield Config(kernel="rank", BLOCK_R=32, CHUNK=256, num_warps=8)  # any number of experts
