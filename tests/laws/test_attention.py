@@ -373,7 +373,7 @@ PLANTS = [
     Plant("attention_decode", "parts added as they are", "tl.math.exp2(tl.load(top_ptr + at) - top)", "1.0"),
     Plant("attention_decode", "heads dealt out in turn", "heads = h * GROUP + offs_h", "heads = offs_h * H + h"),
     Plant("attention_decode", "the scale of other queries", "q_scale_ptr + h * stride_qs", "q_scale_ptr"),
-    Plant("attention_decode", "steps of another scale", "p = quantize_fp8(p, p_scale,", "p = quantize_fp8(p, p_scale * 1.5,"),
+    Plant("attention_decode", "steps of another scale", "quantize_fp8(p, p_scale,", "quantize_fp8(p, p_scale * 1.5,"),
     Plant("attention_decode", "the last part is dropped", "for s in range(splits):", "for s in range(splits - 1):", 2),
 ]  # fmt: skip
 
