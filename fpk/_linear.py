@@ -179,7 +179,7 @@ class QuantizedLinear(nn.Module):
         rows = input.reshape(-1, self.in_features)
         activations: Tensor | Quantized = rows
         if self.activation_scheme is not None:
-            static = {} if self.input_scale is None else {self._static: self.input_scale}
+            static: dict[str, Any] = {} if self.input_scale is None else {self._static: self.input_scale}
             activations = quantize(rows, self._quantizer, **static, **self._options)
         weight = self.quantized_weight if self.shuffled is None else self._stored_weight
         out = mm(activations, weight, self.bias, out_dtype=input.dtype, colsum=self.colsum)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fpk.check import has_fp8_units
+from fpk.check import fp8_dtype, has_fp8_units
 from fpk.formats import FP8, INT8, Scheme, scheme_of
 
 __all__ = ["no_product", "packed_arguments", "reads_packed"]
@@ -32,9 +33,13 @@ def reads_packed(qx: Any, qw: Any) -> bool:
     """Does `mm_packed` multiply a Quantized or plain tensor by these weights? Else the FP8 and INT8 products do."""
     if not scheme_of(qw.scheme).product:
         return False
-    # two FP8 operands need no decoding where the matrix unit takes them
-    plain = isinstance(qx, Tensor) or qx.codes.dtype is not qw.codes.dtype or qw.codes.dtype not in FP8
-    return plain or not has_fp8_units(qw.codes.device)
+    device = qw.codes.device
+    if isinstance(qx, Tensor) or qx.codes.dtype is not qw.codes.dtype or qw.codes.dtype not in FP8:
+        return True
+    if scheme_of(qx.scheme).product and qw.codes.dim() == 2:
+        return True
+    # elsewhere two FP8 operands need no decoding where the matrix unit takes them
+    return not has_fp8_units(device) or fp8_dtype(device) is torch.float8_e4m3fnuz
 
 
 def packed_arguments(qx: Any, qw: Any) -> dict[str, Any]:

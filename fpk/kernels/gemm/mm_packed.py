@@ -291,13 +291,13 @@ def mm_packed(
     over_b = global_scale_b if right.group > 0 else scale_b
     del config["kernel"]
     parts = parts_buffer(out, split, torch.float32)
-    scale_a, scale_b = as_bytes(scale_a), as_bytes(scale_b)
+    stored_a, stored_b = as_bytes(scale_a), as_bytes(scale_b)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     over_strides = broadcast_strides(over_a, over_b)
     _packed_kernel[(tiles, split)](
-        pointer(a, made, "A"), pointer(b, made, "B"), scale_a, scale_b, zero_point_b, over_a, over_b, bias, parts,
+        pointer(a, made, "A"), pointer(b, made, "B"), stored_a, stored_b, zero_point_b, over_a, over_b, bias, parts,
         M, N, K, a.stride(0), b.stride(0), out.stride(0),
-        *row_strides(scale_a), *row_strides(scale_b), *row_strides(zero_point_b), *over_strides,
+        *row_strides(stored_a), *row_strides(stored_b), *row_strides(zero_point_b), *over_strides,
         EVEN_K=K % config["BLOCK_K"] == 0, SPLIT_K=split, **made, **config,
     )  # fmt: skip
     if split > 1:

@@ -171,8 +171,8 @@ def _defaults(M: int, wide: bool):
     ):  # fmt: skip
         if limit // 2 < M <= limit or M <= limit == 8:
             yield Config(kernel="units", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
-    fields = (128, 1, 1, 3, 0) if wide else (128, 1, 2, 2, 0)
-    yield Config(kernel="units", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
+    many = (128, 1, 1, 3, 0) if wide else (128, 1, 2, 2, 0)
+    yield Config(kernel="units", **dict(zip(_FIELDS, many, strict=True)), num_warps=4)
 
 
 _FIELDS = ("BLOCK_M", "ROWS", "UNITS", "STAGES", "PER_SM")

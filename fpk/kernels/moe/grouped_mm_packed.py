@@ -82,7 +82,7 @@ def check(
     expect_not_empty("grouped_mm_packed.b", b, 0)
     expect_operand("grouped_mm_packed", "a", a, scale_a, format_a, global_scale_a, None, group_a)
     expect_operand("grouped_mm_packed", "b", b, scale_b, format_b, global_scale_b, zero_point_b, group_b)
-    E, N, _ = b.shape
+    E, N, _width = b.shape
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     width = left.columns(a) * right.bits // 8
     expect_shape("grouped_mm_packed.b", b, (E, N, width))
@@ -169,7 +169,7 @@ def key(
     a: Tensor, b: Tensor, format_b: str, zero_point_b: Tensor | None, group_b: int, format_a: str, group_a: int,
     bias: Tensor | None, out_dtype: torch.dtype, **_: Any,
 ) -> dict[str, int | str]:  # fmt: skip
-    E, N, _ = b.shape
+    E, N, _width = b.shape
     return dict(
         M=bucket(a.shape[0]), N=N, K=columns_of(a, format_a), E=E, a=str(a.dtype),
         format_a=format_a, group_a=group_a, format_b=format_b, group_b=group_b,
@@ -181,7 +181,7 @@ def cost(
     a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, format_a: str, group_a: int,
     out_dtype: torch.dtype, **_: Any,
 ) -> Cost:  # fmt: skip
-    (R, _), (E, N, _), K = a.shape, b.shape, columns_of(a, format_a)
+    R, (E, N, _width), K = a.shape[0], b.shape, columns_of(a, format_a)
     weight_bytes = (b.nbytes + scale_b.nbytes) // E * min(E, R)
     moved = a.nbytes + (0 if scale_a is None else scale_a.nbytes) + weight_bytes
     return Cost(flops=2 * R * N * K, bytes=moved + R * N * out_dtype.itemsize)
@@ -255,13 +255,13 @@ def grouped_mm_packed(
     made = constants(config.pop("COMPUTE"), left, right, a.dtype)
     over_a = global_scale_a if scale_a is None or left.group > 0 else scale_a
     over_b = global_scale_b if right.group > 0 else scale_b
-    scale_a, scale_b = as_bytes(scale_a), as_bytes(scale_b)
-    experts = [0 if t is None else t.stride(0) for t in (scale_b, zero_point_b, over_b)]
+    stored_a, stored_b = as_bytes(scale_a), as_bytes(scale_b)
+    experts = [0 if t is None else t.stride(0) for t in (stored_b, zero_point_b, over_b)]
     config.pop("kernel", None)
     _grouped_kernel[grid(R, N, E, config)](
-        pointer(a, made, "A"), pointer(b, made, "B"), scale_a, scale_b, zero_point_b, over_a, over_b, bias, offs, out,
+        pointer(a, made, "A"), pointer(b, made, "B"), stored_a, stored_b, zero_point_b, over_a, over_b, bias, offs, out,
         R, E, N, K, a.stride(0), b.stride(0), b.stride(1), out.stride(0),
-        *row_strides(scale_a), experts[0], *row_strides(scale_b), experts[1], *row_strides(zero_point_b),
+        *row_strides(stored_a), experts[0], *row_strides(stored_b), experts[1], *row_strides(zero_point_b),
         row_strides(over_a)[0], experts[2], row_strides(over_b)[0], 0 if bias is None else bias.stride(0),
         EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E), **made, **config,
     )  # fmt: skip
