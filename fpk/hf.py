@@ -58,7 +58,7 @@ class FpkQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        config = self.quantization_config
+        config: Any = self.quantization_config
         model.fpk_report = quantize_(model, config.scheme, config.ignore, lm_head=config.lm_head)
         return model
 

@@ -252,7 +252,8 @@ class QuarkW4A8Fp8MoEMethod(SerializedMoEMethod):
             layer.register_parameter(f"{matrix}_input_scale", None)
 
     def convert(self, layer: Any, loaded: dict[str, Tensor]) -> dict[str, Tensor | None]:
-        name, made, sizes = name_of(layer), {}, layer.experts
+        name, sizes = name_of(layer), layer.experts
+        made: dict[str, Tensor | None] = {}
         scales = {n: present(f"{name}.{n}", loaded[n]) for n in loaded if "scale" in n}
         made |= scales
         for matrix in MATRICES:
