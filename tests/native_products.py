@@ -26,4 +26,8 @@ if __name__ == "__main__":
             source, options = launch.source(TARGETS[target])
             asm = triton.compile(source, target=TARGETS[target], options=options).asm
             text = asm.get("ptx") or asm.get("amdgcn")
-            print(json.dumps([target, *pair, " ".join(sorted(set(re.findall(r"[\w.:]*mma[\w.:]*", text))))]))
+            print(
+                json.dumps(
+                    [target, *pair, " ".join(sorted(set(re.findall(r"(?:tcgen05.mma|mma.sync|v_mfma)[\w.:]*", text))))]
+                )
+            )
