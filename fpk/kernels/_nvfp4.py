@@ -16,6 +16,10 @@ LARGEST = torch.finfo(torch.float32).max
 ZEROS_GLOBAL = 3.7202382710272136e-34
 """1 / (2688 / 1e-30), in fp32: the global scale of zeros."""
 
+# of the scales' e4m3, rounded by integers: where their bytes are decoded again, the ptxas of triton 3.6 merges two
+# conversions and then reads a register before it is written
+E4M3 = dict(MANTISSA=E4M3FN.mantissa_bits, BIAS=E4M3FN.bias, NAN_CODE=E4M3FN.nan_code)
+
 
 def quantized_nvfp4(
     x: Tensor, global_scale: Tensor | None, per_token: bool, four_over_six: bool, packed: bool
@@ -121,12 +125,12 @@ def store_global(global_ptr, given, e, M, offs_m, mask_m, first_of_rows, PER_TOK
 @triton.jit
 def _scaled_blocks(
     x, amax, g, TOP: tl.constexpr, MEASURE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
 ):  # fmt: skip
     """Codes of blocks [M, G, 16] whose maximum is to have the code of TOP, their scale codes, and squared errors."""
     raw = tl.minimum(g * tl.math.div_rn(amax, TOP), 448.0)
-    stored = cast_fp8(tl.where(amax == float("inf"), 448.0, raw), MANTISSA, BIAS, NAN_CODE, HARDWARE)
-    scale = decode_fp8(stored, MANTISSA, BIAS, 0x7F, False)
+    stored = cast_fp8(tl.where(amax == float("inf"), 448.0, raw), MANTISSA, BIAS, NAN_CODE, None)
+    scale = decode_fp8(stored, MANTISSA, BIAS, NAN_CODE, False)
     dead = scale == 0.0
     factor = tl.where(dead, 0.0, tl.math.div_rn(g, tl.where(dead, 1.0, scale)))
     codes = narrow_codes(scaled(x, factor, scale > 0.0), 1, 1, 6.0, 4)
@@ -144,7 +148,7 @@ def _scaled_blocks(
 @triton.jit
 def nvfp4_blocks(
     x, mask, g, FOUR_OVER_SIX: tl.constexpr, HUGE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
 ):  # fmt: skip
     """Codes [M, G, 16] of blocks along the last axis of fp32 x, and their e4m3 scale codes [M, G]; g by rows, [M].
 
@@ -156,9 +160,9 @@ def nvfp4_blocks(
         amax = amax_of_key(tl.max(tl.where(mask, amax_key(x), 0), axis=2))
         x = tl.where(x != x, 0.0, clamp_to(x, -HUGE, HUGE))
     g = tl.broadcast_to(g[:, None], amax.shape)
-    codes, stored, error = _scaled_blocks(x, amax, g, 6.0, FOUR_OVER_SIX, MANTISSA, BIAS, NAN_CODE, HARDWARE)
+    codes, stored, error = _scaled_blocks(x, amax, g, 6.0, FOUR_OVER_SIX, MANTISSA, BIAS, NAN_CODE)
     if FOUR_OVER_SIX:
-        others, other, less = _scaled_blocks(x, amax, g, 4.0, True, MANTISSA, BIAS, NAN_CODE, HARDWARE)
+        others, other, less = _scaled_blocks(x, amax, g, 4.0, True, MANTISSA, BIAS, NAN_CODE)
         better = less < error
         codes = tl.where(better[:, :, None], others, codes)
         stored = tl.where(better, other, stored)

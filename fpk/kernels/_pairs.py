@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fpk.device import Device
-from fpk.formats import E4M3FN, Format
+from fpk.formats import E4M3FN, E5M2, Format
 from fpk.kernels._tile import amax_key, cast_fp8, clamp_to, divide
 
 TARGETS = ("sm90", "sm100", "sm103", "sm120", "sm121")
@@ -35,8 +35,8 @@ def has_flat_pairs(x: Tensor) -> bool:
 
 
 def converts_pairs(fmt: Format, device: Device) -> bool:
-    """Does one instruction convert two fp32 to this FP8 format, NaN to fpk's code? NATIVE of the functions below."""
-    return device.vendor == "nv" and device.capability >= 89 and fmt is E4M3FN
+    """Does one instruction convert two fp32 to this FP8 format? NATIVE of the functions below."""
+    return device.vendor == "nv" and device.capability >= 89 and fmt in (E4M3FN, E5M2)
 
 
 def as_words(x: Tensor) -> Tensor:
@@ -100,10 +100,16 @@ def fp8_of_quotients(
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Two fp8 codes to an int16, the first in the low byte, of fp32 values within the format's range, or NaN."""
-    if NATIVE:
+    if NATIVE and MANTISSA == 3:
         codes = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
         )
+    elif NATIVE:
+        codes = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+        ).to(tl.int32)
+        codes = tl.where(low != low, (codes & 0xFF00) | NAN_CODE, codes)
+        codes = tl.where(high != high, (codes & 0xFF) | (NAN_CODE << 8), codes).to(tl.int16)
     else:
         first = cast_fp8(low, MANTISSA, BIAS, NAN_CODE, HARDWARE).to(tl.int32)
         second = cast_fp8(high, MANTISSA, BIAS, NAN_CODE, HARDWARE).to(tl.int32)

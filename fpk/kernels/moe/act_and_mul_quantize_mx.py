@@ -106,7 +106,7 @@ def _pairs_kernel(
     first_g = (tl.program_id(0) % tiles).to(tl.int64) * GROUPS
     offs_m, offs_g = first_m + tl.arange(0, BLOCK_M), first_g + tl.arange(0, GROUPS)
     x_ptr += e * stride_xe
-    act, _, _ = load_activation(
+    act, _mask, _cols = load_activation(
         x_ptr + offs_m * stride_xm, offs_m < M, offs_g * BLOCK, I, stride_xk,
         FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, GROUPS, BLOCK, BLOCK,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def _pairs_kernel(
         for piece in range(0, BLOCK_M * GROUPS, FEW):  # little at a time, so that it costs no registers
             row = first_m + piece // GROUPS + tl.arange(0, 1)
             some = first_g + piece % GROUPS + tl.arange(0, FEW)
-            its_act, mask, _ = load_activation(
+            its_act, mask, _its_cols = load_activation(
                 x_ptr + row * stride_xm, row < M, some * BLOCK, I, stride_xk,
                 FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, 1, FEW, BLOCK, BLOCK,
             )  # fmt: skip
@@ -136,10 +136,10 @@ def _pairs_kernel(
         tl.store(scale_ptrs, byte.to(tl.uint8), mask=(offs_m < M)[:, None] & (offs_g < groups)[None, :])
 
 
-def configs(x: Tensor, **_: Any):
-    rows = 8 if x.shape[-2] > 4 else 1
-    for kernel in ("pairs", "mx"):  # 32 activations a thread
-        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)
+def configs(x: Tensor, gated: bool, **_: Any):
+    groups = min(32, triton.next_power_of_2(triton.cdiv(activation_width(x, gated), MX_BLOCK)))
+    for kernel in ("pairs", "mx"):  # long pieces of few rows, 16 activations a thread
+        yield Config(kernel=kernel, BLOCK_M=32 // groups if x.shape[-2] > 4 else 1, GROUPS=groups, num_warps=2)
     for (rows, groups), warps in itertools.product(
         ((1, 16), (1, 32), (1, 64), (2, 16), (2, 32), (4, 8), (4, 16), (8, 4), (8, 8), (16, 2), (16, 4)), (2, 4, 8)
     ):

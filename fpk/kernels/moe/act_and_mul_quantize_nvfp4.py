@@ -23,7 +23,7 @@ from torch import Tensor
 from fpk.check import FLOAT_INPUTS
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.formats import E4M3FN, NVFP4_BLOCK
+from fpk.formats import NVFP4_BLOCK
 from fpk.kernels._activation import (
     SOME_CASES,
     activated,
@@ -34,6 +34,7 @@ from fpk.kernels._activation import (
     load_activation,
 )
 from fpk.kernels._nvfp4 import (
+    E4M3,
     LARGEST,
     ZEROS_GLOBAL,
     expect_global_scale,
@@ -48,7 +49,7 @@ from fpk.kernels._nvfp4 import (
 )
 from fpk.kernels._pairs import TARGETS as PAIRS
 from fpk.kernels._pairs import fp4_times, largest_of_pairs, nvfp4_scales, store_pairs, words_of
-from fpk.kernels._tile import after_previous, amax_key, early_start, fp8_constants
+from fpk.kernels._tile import after_previous, amax_key, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, scales
 from fpk.shapes import activation_cases
@@ -123,7 +124,7 @@ def _nvfp4_kernel(
     FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, HUGE: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HUGE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS blocks; the programs of the first columns also store the global scale."""
@@ -142,7 +143,7 @@ def _nvfp4_kernel(
         given_ptr, key_ptr, e, M, offs_m, mask_m, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
     )  # fmt: skip
     store_global(global_ptr, given, e, M, offs_m, mask_m, tile_g == 0, PER_TOKEN)
-    codes, stored = nvfp4_blocks(act, mask, g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE, HARDWARE)
+    codes, stored = nvfp4_blocks(act, mask, g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE)
     rows = e * M + offs_m
     store_nvfp4(codes_ptr, scale_ptr, codes, stored, rows, offs_g, mask_m, I, width, BLOCK, PACKED)
 
@@ -155,7 +156,7 @@ def _pairs_kernel(
     FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LIMIT: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, HUGE: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HUGE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Packed codes of bf16 in pairs."""
@@ -170,7 +171,7 @@ def _pairs_kernel(
     offs_m, offs_g = first_m + tl.arange(0, BLOCK_M), first_g + tl.arange(0, GROUPS)
     mask_m = offs_m < M
     x_ptr += e * stride_xe
-    act, _, _ = load_activation(
+    act, _mask, _cols = load_activation(
         x_ptr + offs_m * stride_xm, mask_m, offs_g * BLOCK, I, stride_xk,
         FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, BLOCK_M, GROUPS, BLOCK, BLOCK,
     )  # fmt: skip
@@ -185,7 +186,7 @@ def _pairs_kernel(
         for piece in range(0, BLOCK_M * GROUPS, FEW):  # little at a time, so that it costs no registers
             row = first_m + piece // GROUPS + tl.arange(0, 1)
             some = first_g + piece % GROUPS + tl.arange(0, FEW)
-            its_act, mask, _ = load_activation(
+            its_act, mask, _its_cols = load_activation(
                 x_ptr + row * stride_xm, row < M, some * BLOCK, I, stride_xk,
                 FORMULA, GATED, INTERLEAVED, ALPHA, BETA, LIMIT, PRECISE, 1, FEW, BLOCK, BLOCK,
             )  # fmt: skip
@@ -193,7 +194,7 @@ def _pairs_kernel(
                 given_ptr, key_ptr, e, M, row, row < M, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
             )  # fmt: skip
             codes, its_scale = nvfp4_blocks(
-                its_act, mask, its_g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE, HARDWARE
+                its_act, mask, its_g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE
             )  # fmt: skip
             store_nvfp4(codes_ptr, scale_ptr, codes, its_scale, e * M + row, some, row < M, I, width, BLOCK, PACKED)
     else:
@@ -205,10 +206,11 @@ def _pairs_kernel(
         tl.store(scale_ptrs, stored, mask=mask_m[:, None] & (offs_g < groups)[None, :])
 
 
-def configs(x: Tensor, **_: Any):
-    rows = 8 if x.shape[-2] > 4 else 1
-    for kernel in ("pairs", "nvfp4"):
-        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=64 // rows, PROGRAMS=1024, num_warps=2)
+def configs(x: Tensor, gated: bool, **_: Any):
+    groups = min(64, triton.next_power_of_2(triton.cdiv(activation_width(x, gated), NVFP4_BLOCK)))
+    rows = 64 // groups if x.shape[-2] > 4 else 1
+    for kernel in ("pairs", "nvfp4"):  # long pieces of few rows, 16 activations a thread
+        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=groups, PROGRAMS=1024, num_warps=2)
     for (rows, groups), warps in itertools.product(
         ((1, 32), (1, 64), (1, 128), (2, 32), (4, 8), (4, 16), (8, 8), (8, 16), (16, 4)), (2, 4, 8)
     ):
@@ -313,8 +315,6 @@ def act_and_mul_quantize_nvfp4(
             x, keys, M, I, parts, *strides, **constants, PER_TOKEN=per_token, BLOCK_M=1, BLOCK_K=1024, num_warps=4,
             enable_fp_fusion=False, **early_start(of(x.device)),
         )  # fmt: skip
-    encoding = fp8_constants(E4M3FN, of(x.device))
-    del encoding["MAX"]
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(scale.shape[-1], config["GROUPS"])
     kernel = {"nvfp4": _nvfp4_kernel, "pairs": _pairs_kernel}[config["kernel"]]
     kernel[(tiles, E)](
@@ -323,7 +323,7 @@ def act_and_mul_quantize_nvfp4(
         *strides, *global_strides(global_scale, per_token),
         **constants,
         BLOCK=NVFP4_BLOCK, PER_TOKEN=per_token, FOUR_OVER_SIX=four_over_six, PACKED=packed,
-        BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), HUGE=LARGEST, **encoding,
+        BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), HUGE=LARGEST, **E4M3,
         BLOCK_M=config["BLOCK_M"], GROUPS=config["GROUPS"], num_warps=config["num_warps"], enable_fp_fusion=False,
         **early_start(of(x.device)),
     )  # fmt: skip

@@ -190,7 +190,7 @@ def configs(x: Tensor, group: int, **_: Any):
     default = max(1, 2048 // rows // width)
     rows = max(1, min(rows, 2048 // width))
     if x.shape[-2] > 64:
-        yield Config(kernel="pairs", BLOCK_M=16, GROUPS=max(1, 512 // width), num_warps=4 if width <= 512 else 8)
+        yield Config(kernel="pairs", BLOCK_M=8, GROUPS=max(1, 512 // width), num_warps=2 if width <= 512 else 8)
     for kernel in ("pairs", "group"):
         yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=default, num_warps=2 if width <= 2048 else 8)
     shapes = [(1, 1024), (1, 2048), (1, 4096), (2, 1024), (2, 2048), (4, 512), (4, 1024), (8, 256), (8, 512),

@@ -90,8 +90,8 @@ def _pairs_kernel(
 
 
 def configs(**_: Any):
-    yield Config(kernel="pairs", BLOCK=4096, num_warps=8, num_stages=1)
-    for block, warps in ((1024, 2), (2048, 2), (2048, 4), (4096, 4), (8192, 8)):
+    yield Config(kernel="pairs", BLOCK=2048, num_warps=4, num_stages=1)
+    for block, warps in ((1024, 2), (2048, 2), (4096, 4), (4096, 8), (8192, 8)):
         yield Config(kernel="pairs", BLOCK=block, num_warps=warps, num_stages=1)
     yield Config(kernel="static", BLOCK_M=2, BLOCK_K=2048, num_warps=4, num_stages=1)
     for rows, cols in ((1, 8192), (1, 4096), (4, 1024), (1, 2048), (4, 2048), (8, 1024), (16, 512), (1, 1024)):

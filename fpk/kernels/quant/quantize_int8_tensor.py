@@ -109,7 +109,7 @@ def _pairs_kernel(
 
 
 def configs(**_: Any):
-    yield Config(kernel="pairs", BLOCK_M=1, BLOCK_K=8192, PROGRAMS=528, TILE=4096, num_warps=8, num_stages=1)
+    yield Config(kernel="pairs", BLOCK_M=1, BLOCK_K=4096, PROGRAMS=528, TILE=2048, num_warps=8, num_stages=1)
     for programs, part, tile, warps in itertools.product((264, 528, 1056), (4096, 8192), (2048, 4096), (4, 8)):
         yield Config(
             kernel="pairs", BLOCK_M=1, BLOCK_K=part, PROGRAMS=programs, TILE=tile, num_warps=warps, num_stages=1

@@ -117,10 +117,11 @@ def _pairs_kernel(
         tl.store(scale_ptrs, byte.to(tl.uint8), mask=mask_m[:, None] & (offs_g < groups)[None, :])
 
 
-def configs(x: Tensor, **_: Any):
-    rows = 8 if x.shape[-2] > 4 else 1
-    yield Config(kernel="pairs", BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)
-    yield Config(kernel="mx", BLOCK_M=rows, GROUPS=64 // rows, num_warps=2)  # 32 elements a thread
+def configs(x: Tensor, format: str, **_: Any):
+    blocks = triton.next_power_of_2(triton.cdiv(x.shape[-1], MX_BLOCK))
+    for kernel, each in (("pairs", 128), ("mx", 64)):  # long pieces of few rows, 64 or 32 elements a thread
+        groups = min(blocks, 32 if kernel == "mx" and MX[format].element.bits == 8 else each)
+        yield Config(kernel=kernel, BLOCK_M=each // groups if x.shape[-2] > 4 else 1, GROUPS=groups, num_warps=2)
     for (rows, groups), warps in itertools.product(
         ((1, 32), (1, 64), (1, 128), (2, 32), (2, 64), (4, 8), (4, 16), (4, 32), (8, 8), (16, 4), (32, 2)), (2, 4, 8)
     ):

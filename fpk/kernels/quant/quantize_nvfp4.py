@@ -27,9 +27,10 @@ from torch import Tensor
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_multiple, expect_not_empty, expect_rank
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.formats import E4M3FN, NVFP4_BLOCK
+from fpk.formats import NVFP4_BLOCK
 from fpk.kernels._amax import partial_amax
 from fpk.kernels._nvfp4 import (
+    E4M3,
     LARGEST,
     ZEROS_GLOBAL,
     expect_global_scale,
@@ -44,7 +45,7 @@ from fpk.kernels._nvfp4 import (
 )
 from fpk.kernels._pairs import TARGETS as PAIRS
 from fpk.kernels._pairs import as_words, fp4_times, has_pairs, largest_of_pairs, load_pairs, nvfp4_scales, store_pairs
-from fpk.kernels._tile import after_previous, amax_key, early_start, fp8_constants
+from fpk.kernels._tile import after_previous, amax_key, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
 from fpk.shapes import activation_cases
@@ -92,7 +93,7 @@ def _nvfp4_kernel(
     M, K, width, parts,
     stride_xe, stride_xm, stride_xk, stride_ge, stride_gm, PDL: tl.constexpr,
     BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, HUGE: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HUGE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of GROUPS blocks; the programs of the first columns also store the global scale."""
@@ -113,7 +114,7 @@ def _nvfp4_kernel(
         given_ptr, key_ptr, e, M, offs_m, mask_m, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
     )  # fmt: skip
     store_global(global_ptr, given, e, M, offs_m, mask_m, tile_g == 0, PER_TOKEN)
-    codes, stored = nvfp4_blocks(x, mask, g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE, HARDWARE)
+    codes, stored = nvfp4_blocks(x, mask, g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE)
     rows = e * M + offs_m
     store_nvfp4(codes_ptr, scale_ptr, codes, stored, rows, offs_g, mask_m, K, width, BLOCK, PACKED)
 
@@ -124,7 +125,7 @@ def _pairs_kernel(
     M, K, width, parts,
     stride_xe, stride_xm, stride_xk, stride_ge, stride_gm, PDL: tl.constexpr,
     BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, PACKED: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, HUGE: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, HUGE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Packed codes of bf16 in pairs."""
@@ -157,7 +158,7 @@ def _pairs_kernel(
             _, its_g = global_of(
                 given_ptr, key_ptr, e, M, row, row < M, parts, stride_ge, stride_gm, PER_TOKEN, BLOCK_P
             )  # fmt: skip
-            codes, stored = nvfp4_blocks(x, mask, its_g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE, HARDWARE)
+            codes, stored = nvfp4_blocks(x, mask, its_g, FOUR_OVER_SIX, HUGE, MANTISSA, BIAS, NAN_CODE)
             store_nvfp4(codes_ptr, scale_ptr, codes, stored, e * M + row, some, row < M, K, width, BLOCK, PACKED)
     else:
         amax = largest.to(tl.float32, bitcast=True)
@@ -168,9 +169,11 @@ def _pairs_kernel(
 
 
 def configs(x: Tensor, **_: Any):
-    rows = 8 if x.shape[-2] > 4 else 1
-    for kernel in ("pairs", "nvfp4"):
-        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=128 // rows, PROGRAMS=528, BLOCK_K=2048, num_warps=2)
+    blocks = triton.next_power_of_2(triton.cdiv(x.shape[-1], NVFP4_BLOCK))
+    for kernel, each in (("pairs", 256), ("nvfp4", 128)):  # long pieces of few rows, 64 or 32 elements a thread
+        groups = min(blocks, each)
+        rows = each // groups if x.shape[-2] > 4 else 1
+        yield Config(kernel=kernel, BLOCK_M=rows, GROUPS=groups, PROGRAMS=528, BLOCK_K=2048, num_warps=2)
     for (rows, groups), warps in itertools.product(
         ((1, 64), (1, 128), (1, 256), (2, 64), (4, 16), (4, 32), (4, 64), (8, 16), (16, 8)), (2, 4, 8)
     ):
@@ -264,8 +267,6 @@ def quantize_nvfp4(
         keys = partial_amax(
             x, None, Config(BLOCK_M=1, BLOCK_K=8192, PROGRAMS=config["PROGRAMS"], num_warps=8, num_stages=1)
         )
-    constants = fp8_constants(E4M3FN, of(x.device))
-    del constants["MAX"]
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(scale.shape[-1], config["GROUPS"])
     kernel = {"nvfp4": _nvfp4_kernel, "pairs": _pairs_kernel}[config["kernel"]]
     words = (as_words(x),) if kernel is _pairs_kernel else ()
@@ -274,7 +275,7 @@ def quantize_nvfp4(
         M, K, codes.shape[-1], keys.shape[1] if keys is not None and not per_token else 1,
         stride_xe, x.stride(-2), x.stride(-1), *global_strides(global_scale, per_token),
         BLOCK=NVFP4_BLOCK, PER_TOKEN=per_token, FOUR_OVER_SIX=four_over_six, PACKED=packed,
-        BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), HUGE=LARGEST, **constants,
+        BLOCK_P=triton.next_power_of_2(config["PROGRAMS"]), HUGE=LARGEST, **E4M3,
         BLOCK_M=config["BLOCK_M"], GROUPS=config["GROUPS"], num_warps=config["num_warps"], enable_fp_fusion=False,
         **early_start(of(x.device)),
     )  # fmt: skip
