@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fpk.db import Config
 from fpk.device import Device, of
 from fpk.kernels._tile import decode_e8m0
-from fpk.kernels.gemm import _gluon
+from fpk.kernels.gemm._gluon import AVAILABLE
 from fpk.kernels.gemm._launch import dependent
 
 TMA_TARGETS = ("sm90", "sm100", "sm103", "sm120", "sm121")
@@ -211,7 +211,7 @@ def fits_descriptors(*tensors: Tensor) -> bool:
 def warps_fit(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, sums: int) -> bool:
     """Can the `warps` kernels run this? `sums` accumulators a tile must stay in registers, and buffers must fit."""
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    if not _gluon.AVAILABLE or m * n * sums > 256 * 192 or not fits_descriptors(a, b):
+    if not AVAILABLE or m * n * sums > 256 * 192 or not fits_descriptors(a, b):
         return False
     ring = config["STAGES"] * ((m + n) * config["BLOCK_K"] + 16)
     whole = not config["SWAP"] and config["SPLIT_K"] == 1  # written through shared memory

@@ -35,7 +35,7 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import decode_fp8, tile_of
-from fpk.kernels.gemm import _gluon
+from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
 from fpk.kernels.gemm._gluon_weight import weight_warps_kernel
 from fpk.kernels.gemm._mm import (
     accumulate,
@@ -209,7 +209,7 @@ def legal(
             ring += m // 2 * n * (out_dtype or a.dtype).itemsize  # tiles on their way out
         usual = b.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8) and scale_b.dtype is torch.float32
         return (
-            _gluon.AVAILABLE and usual and m * n * sums <= 256 * 128 and m <= 128 and fits_descriptors(a, b)
+            AVAILABLE and usual and m * n * sums <= 256 * 128 and m <= 128 and fits_descriptors(a, b)
             and ring + 1024 <= device.shared_limit
         )  # fmt: skip
     stages = stages_held(config, device)
@@ -303,11 +303,11 @@ def mm_weight_only(
     if kernel == "warps":
         block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
         weight_warps_kernel[(min(of(a.device).sm_count, tiles * split),)](
-            _gluon.descriptor(b, block_n // 2, config["BLOCK_K"]), _gluon.descriptor(a, block_m, 64),
-            _gluon.descriptor(out, block_m // 2, block_n // 2) if stores_tiles(split, block_m, out) else None, parts,
+            descriptor(b, block_n // 2, config["BLOCK_K"]), descriptor(a, block_m, 64),
+            descriptor(out, block_m // 2, block_n // 2) if stores_tiles(split, block_m, out) else None, parts,
             scale_b, bias, M, N, K, out.stride(0), *scale_b.stride(),
-            CODES=_gluon.TYPES[b.dtype], FP8=fmt is not None, DTYPE=_gluon.TYPES[a.dtype],
-            OUT=_gluon.TYPES[out.dtype], ROWS=rows, COLS=cols if cols < K else -1, SPLIT_K=split, **config,
+            CODES=TYPES[b.dtype], FP8=fmt is not None, DTYPE=TYPES[a.dtype],
+            OUT=TYPES[out.dtype], ROWS=rows, COLS=cols if cols < K else -1, SPLIT_K=split, **config,
             **dependent(of(a.device), M),
         )  # fmt: skip
         if split > 1:

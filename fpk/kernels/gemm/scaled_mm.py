@@ -35,8 +35,8 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8
 from fpk.kernels._tile import tile_of
-from fpk.kernels.gemm import _gluon
 from fpk.kernels.gemm._baselines import torch_scaled_mm
+from fpk.kernels.gemm._gluon import TYPES, consumer_tile, descriptor
 from fpk.kernels.gemm._gluon_mm import warps_kernel
 from fpk.kernels.gemm._mm import (
     OUT_TYPES,
@@ -220,7 +220,7 @@ def legal(
 ) -> bool:
     if config["kernel"] == "warps":
         is_int8 = a.dtype is torch.int8
-        if is_int8 and _gluon.consumer_tile(config)[1] > 128:  # triton knows no such instruction
+        if is_int8 and consumer_tile(config)[1] > 128:  # triton knows no such instruction
             return False
         promoted = not is_int8 and not fast_accum
         return warps_fit(config, device, a, b, out_dtype, 2 if promoted else 1)
@@ -350,14 +350,14 @@ def scaled_mm(
     parts = parts_buffer(out, split, torch.int32 if is_int8 else torch.float32)
     if kernel == "warps":
         swap, splits = config["SWAP"], split > 1
-        rows_l, rows_r = _gluon.consumer_tile(config)
+        rows_l, rows_r = consumer_tile(config)
         left, right = (b, a) if swap else (a, b)
         items = triton.cdiv(M, block_m) * triton.cdiv(N, block_n) * split
         warps_kernel[(min(of(a.device).sm_count, items),)](
-            _gluon.descriptor(left, rows_l, block_k), _gluon.descriptor(right, rows_r, block_k),
-            None if swap or splits else _gluon.descriptor(out, rows_l, rows_r // 2), parts if splits or swap else None,
+            descriptor(left, rows_l, block_k), descriptor(right, rows_r, block_k),
+            None if swap or splits else descriptor(out, rows_l, rows_r // 2), parts if splits or swap else None,
             *epilogue, M, N, K, out.stride(0), *strides,
-            CODES=_gluon.TYPES[a.dtype], INT8=is_int8, PROMOTE=4 if promote else 0, OUT=OUT_TYPES[out_dtype],
+            CODES=TYPES[a.dtype], INT8=is_int8, PROMOTE=4 if promote else 0, OUT=OUT_TYPES[out_dtype],
             SPLIT_K=split, enable_fp_fusion=False, **config, **dependent(of(a.device), M),
         )  # fmt: skip
         if splits:
