@@ -29,7 +29,7 @@ def test_layer_schemes():
     assert parse_layer_scheme("fp8_channel:fp8_tensor_static") == LayerScheme(
         SCHEMES["fp8_channel"], SCHEMES["fp8_tensor"], static=True
     )
-    assert static_schemes() == ["fp8_tensor_static", "int8_tensor_static"]
+    assert static_schemes() == ["fp8_tensor_static", "int8_tensor_static", "nvfp4_static"]
     for static in static_schemes():
         assert str(parse_layer_scheme(f"{static.removesuffix('_static')}:{static}")).endswith(f":{static}")
     for text, message in (
@@ -40,7 +40,7 @@ def test_layer_schemes():
         ("fp8_channel:int8_token", "int8_token activations have no product with fp8_channel weights"),
         ("int8_channel:fp8_token", "fp8_token activations have no product with int8_channel weights"),
         ("int8_channel:fp8_tensor_static", "fp8_tensor activations have no product with int8_channel weights"),
-        ("fp8_channel:fp8_token_static", "fp8_tensor_static or int8_tensor_static, got fp8_token_static"),
+        ("fp8_channel:fp8_token_static", "int8_tensor_static or nvfp4_static, got fp8_token_static"),
         ("int8_channel:int8_tensor_asymmetric_static", "expected static activations"),
         ("fp8_tensor_static", "got 'fp8_tensor_static'"),
     ):
