@@ -105,7 +105,40 @@ def provenance() -> str:
     return f"Measured on one NVIDIA H200 (`{r['gpu']}`), torch {r['torch']}, triton {r['triton']}, {r['date']}."
 
 
-PARTS = {"ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study}
+def caches() -> str:
+    with open(ROOT / "results" / "study-caches-smollm2-135m.csv", newline="") as f:
+        found = {(r["cache"], r["text"]): r for r in csv.DictReader(f)}
+    kinds = dict.fromkeys(cache for cache, _ in found)
+    rows = [
+        [f"`{kind}`" if kind != "none" else "bf16 or fp32"]
+        + [f"{float(found[kind, text][c]):{form}}{unit}" for text in ("sotu", "pydoc")
+           for c, form, unit in (("perplexity", ".2f", ""), ("delta_pct", "+.2f", " %"))]
+        for kind in kinds
+    ]  # fmt: skip
+    return table(["KV cache", "perplexity, speech", "speech", "perplexity, documentation", "documentation"], rows)
+
+
+def parallel() -> str:
+    """A row for each method; equal bits, or the largest relative difference."""
+    with open(ROOT / "results" / "parallel.csv", newline="") as f:
+        found = list(csv.DictReader(f))
+    columns = list(dict.fromkeys(r["column"] for r in found))
+    rows = []
+    for method, scheme in dict.fromkeys((r["method"], r["scheme"]) for r in found):
+        cells = []
+        for column in columns:
+            here = [r for r in found if (r["method"], r["scheme"], r["column"]) == (method, scheme, column)]
+            worst = max((float(r["difference"]) for r in here), default=None)
+            equal = all(r["equal"] == "1" for r in here)
+            cells.append("-" if worst is None else "equal" if equal else f"{worst:.0e}")
+        rows.append([f"`{method}`", f"`{scheme}`", *cells])
+    return table(["layer", "weights:activations", *columns], rows)
+
+
+PARTS = {
+    "ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study,
+    "caches": caches, "parallel": parallel,
+}  # fmt: skip
 
 
 def written(text: str) -> str:
