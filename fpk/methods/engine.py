@@ -193,7 +193,9 @@ def experts_method(spec: LayerSpec, family: str, layer: Any) -> Any:
         method.use_names(family)
         return method
     if scheme.product:
-        return PackedExpertsMethod(moe, scheme.name, act.removesuffix("_static"), is_static)
+        packed = PackedExpertsMethod(moe, scheme.name, act.removesuffix("_static"), is_static)
+        packed.use_names(family)
+        return packed
     if scheme.name.startswith("fp8"):
         rows, cols = scheme.granularity.rows, scheme.granularity.cols
         block = [rows, cols] if rows > 1 else None

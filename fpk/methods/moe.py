@@ -361,15 +361,15 @@ def set_derived(layer: Any, name: str, tensor: Tensor | None) -> None:
 
 def add_codes(
     method: SerializedMoEMethod, layer: Any, sizes: Sizes, attributes: dict[str, Any], dtype: torch.dtype,
-    unit: Unit | None = None, code: int = 0, fill: float = 0,
+    unit: Unit | None = None, code: int = 0, fill: float = 0, name: str = "weight",
 ) -> None:  # fmt: skip
-    """Register `w13_weight` and `w2_weight` of codes, which hold `code` until they are loaded."""
+    """Register `w13_weight` and `w2_weight` (or another name) of codes, which hold `code` until they are loaded."""
     for matrix in ("w13", "w2"):
         shape = (sizes.experts, sizes.rows(matrix), (unit or Unit()).of(sizes.cols(matrix)))
         raw = torch.uint8 if dtype.itemsize == 1 else dtype
         data = torch.full(shape, code, dtype=raw).view(dtype)
         layout = ExpertMatrix(sizes, matrix, unit or Unit(), fill)
-        method.expect(layer, f"{matrix}_weight", data, layout, attributes)
+        method.expect(layer, f"{matrix}_{name}", data, layout, attributes)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -49,6 +49,12 @@ class PackedExpertsMethod(SerializedMoEMethod):
         self.weight, self.act, self.is_static = weight, act, is_static
         self.group = scheme_of(weight).granularity.cols
         self.granule = self.group
+        self.use_names("quark")
+
+    def use_names(self, family: str) -> None:
+        """Take the names of a family; compressed-tensors calls packed codes `w13_weight_packed`."""
+        packed = family == "compressed-tensors" and scheme_of(self.weight).packed
+        self.code_name = "weight_packed" if packed else "weight"
 
     @property
     def unit(self) -> Unit:
@@ -59,7 +65,8 @@ class PackedExpertsMethod(SerializedMoEMethod):
         self.check_sizes(layer, sizes)
         scheme = scheme_of(self.weight)
         dtype = scheme.format.dtype
-        add_codes(self, layer, sizes, attributes, dtype, self.unit, E4M3FN.nan_code if dtype in FP8 else 0)
+        code = E4M3FN.nan_code if dtype in FP8 else 0
+        add_codes(self, layer, sizes, attributes, dtype, self.unit, code, name=self.code_name)
         for matrix in MATRICES:
             shape = (sizes.experts, sizes.rows(matrix), Unit(1, self.group).of(sizes.cols(matrix)))
             is_e8m0 = scheme.scale_format == "e8m0"
@@ -95,13 +102,13 @@ class PackedExpertsMethod(SerializedMoEMethod):
             if self.is_static:
                 made[f"{matrix}_input_scale"] = static_scale(layer, matrix, loaded, False)
         for matrix in MATRICES:
-            for last in ("weight", "weight_scale"):
+            for last in (self.code_name, "weight_scale"):
                 made[f"{matrix}_{last}"] = loaded[f"{matrix}_{last}"]
         return made  # type: ignore[return-value]
 
     def moved(self, layer: Any) -> None:
         is_fp8 = self.act.startswith("fp8") or self.act.startswith("mxfp8")
-        layer.weight_only = is_fp8 and not has_fp8_units(layer.w13_weight.device)
+        layer.weight_only = is_fp8 and not has_fp8_units(layer._parameters[f"w13_{self.code_name}"].device)
 
     def get_fused_moe_quant_config(self, layer: Any) -> ExpertWeights:
         w13, w2 = (self.weights(layer, matrix) for matrix in MATRICES)
@@ -110,7 +117,7 @@ class PackedExpertsMethod(SerializedMoEMethod):
         return ExpertWeights(w13, w2, self.act, **self.biases(layer), **input_scales(layer))
 
     def weights(self, layer: Any, matrix: str) -> Quantized:
-        codes, scale = layer._parameters[f"{matrix}_weight"], layer._parameters[f"{matrix}_weight_scale"]
+        codes, scale = layer._parameters[f"{matrix}_{self.code_name}"], layer._parameters[f"{matrix}_weight_scale"]
         return Quantized(codes, scale, self.weight, check=False)
 
 
@@ -192,11 +199,11 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
 
     def __init__(self, moe: Any, act: str = "nvfp4") -> None:
         super().__init__(moe, "nvfp4", act)
-        self.use_names("quark")
 
     def use_names(self, family: str) -> None:
         """Take the names of a family: Quark's, ModelOpt's (`input_scale`) or those of compressed-tensors, whose second
         scales divide."""
+        super().use_names(family)
         self.over_name = "weight_global_scale" if family == "compressed-tensors" else "weight_scale_2"
         known = {"compressed-tensors": "input_global_scale", "modelopt": "input_scale"}
         self.input_name = known.get(family, "input_scale_2")
@@ -247,7 +254,7 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
         )  # fmt: skip
 
     def weights(self, layer: Any, matrix: str) -> Quantized:
-        codes, scale = layer._parameters[f"{matrix}_weight"], layer._parameters[f"{matrix}_weight_scale"]
+        codes, scale = layer._parameters[f"{matrix}_{self.code_name}"], layer._parameters[f"{matrix}_weight_scale"]
         second = getattr(layer, f"{matrix}_global_scale")
         return Quantized(codes, scale, self.weight, global_scale=second, check=False)
 

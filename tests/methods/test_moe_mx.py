@@ -7,7 +7,7 @@ from moe_kit import E, config, done, expected, layer_of, matrices, put, routed
 
 import fpk
 from fpk.check import bits, rel_error
-from fpk.methods import Mxfp4MoEMethod, QuarkNvfp4MoEMethod, QuarkOCP_MX_MoEMethod
+from fpk.methods import Mxfp4MoEMethod, Nvfp4ExpertsMethod, QuarkNvfp4MoEMethod, QuarkOCP_MX_MoEMethod
 from fpk.methods.mx_moe import PAIRS
 
 pytestmark = pytest.mark.usefixtures("references")
@@ -216,6 +216,37 @@ def test_nvfp4_keeps_the_second_scales_of_gate_and_up():
     out = layer.quant_method.apply(layer, x, weights, ids)
     want = expected(x, weights, ids, w13, w2, fake(0.005), fake(0.006))
     assert rel_error(out, want) < 0.008 and layer.quant_method.scheme(layer) == "nvfp4:nvfp4_static"
+
+
+@pytest.mark.parametrize("family", ("modelopt", "compressed-tensors"))
+def test_nvfp4_by_other_names(family):
+    """compressed-tensors' second scales divide; the layer is the same."""
+    divides = family == "compressed-tensors"
+
+    def make(layer):
+        method = Nvfp4ExpertsMethod(layer.moe_config)
+        method.use_names(family)
+        return method
+
+    layer, made = layer_of(make), mx_checkpoint("nvfp4")
+    code, over, given = ("weight_packed", "weight_global_scale", "input_global_scale") if divides else (
+        "weight", "weight_scale_2", "input_scale"
+    )  # fmt: skip
+    for i, (name, (codes, scale, _, second)) in enumerate(made.items()):
+        stem = "w2" if name == "w2" else "w13"
+        for e in range(E):
+            put(layer, f"{stem}_{code}", codes[e], name, e)
+            put(layer, f"{stem}_weight_scale", scale[e], name, e)
+            one, two = second[e].reshape(()), torch.tensor(0.001 * (1 + i + e))
+            put(layer, f"{stem}_{over}", 1 / one if divides else one, name, e)
+            put(layer, f"{stem}_{given}", 1 / two if divides else two, name, e)
+    done(layer)
+    other = load_nvfp4(layer_of(nvfp4), made)
+    for ours, theirs in zip(layer.quant_method.dequantize(layer), other.quant_method.dequantize(other), strict=True):
+        assert rel_error(ours, theirs) < 1e-6
+    x, (weights, ids) = random_x(4, H), routed(4)
+    outs = [a.quant_method.apply(a, x, weights, ids) for a in (layer, other)]
+    assert rel_error(*outs) < 0.01
 
 
 @pytest.mark.parametrize("kind", ("mxfp4", "mxfp8_e4m3", "nvfp4"))
