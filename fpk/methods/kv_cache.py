@@ -205,7 +205,10 @@ class Fp8KVCacheMethod:
     ) -> Tensor:  # fmt: skip
         """Attention of one query (B, query heads, size) a sequence; see the op `attention_decode`."""
         scales = self._of(layer, cache)
-        return attention_decode(q, cache.key, cache.value, block_table, seq_lens, softmax_scale, **scales)
+        return attention_decode(
+            q, cache.key, cache.value, block_table, seq_lens, softmax_scale, scales.get("k_scale"),
+            scales.get("v_scale"), scales.get("key_scales"), scales.get("value_scales"),
+        )  # fmt: skip
 
     def _of(self, layer: Any, cache: KVCache) -> dict[str, Tensor | None]:
         """The scale arguments of the ops."""

@@ -36,21 +36,25 @@ def through_cache(key: Tensor, value: Tensor, kind: str) -> tuple[Tensor, Tensor
     fmt, by_token = CACHES[kind]
     tokens, heads = key.shape[:2]
     pages = -(-tokens // _PAGE)
-    caches = [
+    key_cache, value_cache = (
         torch.zeros(pages, _PAGE, heads, t.shape[2], dtype=torch.uint8, device=t.device).view(fmt.dtype)
         for t in (key, value)
-    ]
-    stored = [torch.zeros(pages, _PAGE, heads, device=key.device) for _ in caches] if by_token else [None, None]
+    )
+    key_scales, value_scales = (
+        torch.zeros(pages, _PAGE, heads, device=key.device) if by_token else None for _ in range(2)
+    )
     slots = torch.randperm(pages * _PAGE, generator=torch.Generator().manual_seed(0), device="cpu")[:tokens]
     slots = slots.to(key.device)
     kv_cache_write(
-        key.contiguous(), value.contiguous(), *caches, slots, key_scales=stored[0], value_scales=stored[1]
+        key.contiguous(), value.contiguous(), key_cache, value_cache, slots, key_scales=key_scales,
+        value_scales=value_scales,
     )  # fmt: skip
     read = []
-    for cache, scales in zip(caches, stored, strict=True):
+    for cache, scales in ((key_cache, key_scales), (value_cache, value_scales)):
         codes = cache.view(torch.uint8).flatten(0, 1)[slots].flatten(0, 1).view(fmt.dtype)  # (tokens * heads, size)
-        scale = codes.new_ones((codes.shape[0], 1), dtype=torch.float32) if scales is None else None
-        if scales is not None:
+        if scales is None:
+            scale = torch.ones((codes.shape[0], 1), device=codes.device)
+        else:
             scale = scales.flatten(0, 1)[slots].reshape(-1, 1)
         read.append(dequantize(codes, scale, rows=1, cols=-1, out_dtype=key.dtype).view(tokens, heads, -1))
     return read[0], read[1]
@@ -68,7 +72,7 @@ def quantized_cache(model: nn.Module, kind: str) -> Iterator[nn.Module]:
 
     if kind not in CACHES:
         raise ValueError(f"cache: expected one of {', '.join(CACHES)}, got {kind!r}")
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    name = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise NotImplementedError(f"cache: expected attention by transformers' functions (sdpa), got {name!r}")
     original, mine = ALL_ATTENTION_FUNCTIONS[name], set(model.modules())
