@@ -114,6 +114,8 @@ class Fp8Config(QuantizationConfig):
         self.store_dtype = store_dtype
         self.is_scale_e8m0 = False
         """Whether block scales are stored as e8m0; set by model code."""
+        self.scale_fmt: str | None = None
+        """"ue8m0": the scales of activations by group are powers of two."""
         self.use_deep_gemm: bool | None = None
         """Accepted, without effect."""
 
@@ -143,13 +145,15 @@ class Fp8Config(QuantizationConfig):
         """
         quant_method = cls.get_from_keys(config, ["quant_method"])
         activation_scheme = cls.get_from_keys(config, ["activation_scheme"])
-        return cls(
+        made = cls(
             is_checkpoint_fp8_serialized="fp8" in quant_method,
             activation_scheme=activation_scheme,
             ignored_layers=config.get("ignored_layers") or config.get("modules_to_not_convert"),
             weight_block_size=config.get("weight_block_size"),
             store_dtype=config.get("store_dtype"),
         )
+        made.scale_fmt = config.get("scale_fmt")
+        return made
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer; None for layers that FP8 does not concern (embeddings, lm_head, ...).

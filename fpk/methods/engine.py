@@ -164,9 +164,9 @@ def linear_method(spec: LayerSpec, family: str) -> Any:
         raise NotImplementedError(f"{spec}: {spec.unsupported}")
     granularity = scheme_of(spec.weight).granularity
     if granularity.rows > 1:
-        made = Fp8LinearMethod(Fp8Config(True, weight_block_size=[granularity.rows, granularity.cols]))
-        made.checkpoint_scale_name = "weight_scale_inv" if family == "fp8" else "weight_scale"  # type: ignore[attr-defined]
-        return made
+        config = Fp8Config(True, weight_block_size=[granularity.rows, granularity.cols])
+        config.scale_fmt = "ue8m0" if (spec.activation or "").endswith("_e8m0") else None
+        return Fp8LinearMethod(config)
     if spec in (LayerSpec("fp8_tensor", "fp8_token"), LayerSpec("fp8_tensor", "fp8_tensor_static")):
         scheme = "static" if spec.activation == "fp8_tensor_static" else "dynamic"
         return Fp8LinearMethod(Fp8Config(True, activation_scheme=scheme))

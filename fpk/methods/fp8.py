@@ -40,6 +40,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
         block = quant_config.weight_block_size
         self.block: tuple[int, int] | None = None if block is None else (block[0], block[1])
         self.is_static = quant_config.activation_scheme == "static"
+        self.scale_format = "e8m0" if getattr(quant_config, "scale_fmt", None) == "ue8m0" else "fp32"
 
     @property
     def scale_name(self) -> str:
@@ -153,7 +154,9 @@ class Fp8LinearMethod(QuantizedLinearMethod):
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.block is not None:
             scale = layer.weight_scale_inv
-            return fp8_block_product(x, layer.weight, scale, layer.blocks, bias, layer.weight_only, self.fast_accum)
+            return fp8_block_product(
+                x, layer.weight, scale, layer.blocks, bias, layer.weight_only, self.fast_accum, self.scale_format
+            )
         scale = layer.weight_scale.view(1, 1)
         if layer.weight_only:
             return weight_only_product(x, layer.weight, scale, bias)
@@ -173,7 +176,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
         else:
             rows, columns = self.block
             weights = f"fp8_block{rows}" if rows == columns else f"fp8_block{rows}x{columns}"
-            inputs = f"fp8_group{columns}"
+            inputs = f"fp8_group{columns}{'_e8m0' if self.scale_format == 'e8m0' else ''}"
         return f"{weights}:{'none' if layer.weight_only else inputs}"
 
 

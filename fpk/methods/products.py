@@ -56,15 +56,16 @@ def weight_only_product(
 
 def fp8_block_product(
     x: Tensor, weight: Tensor, scale: Tensor, blocks: Blocks, bias: Tensor | None = None, weight_only: bool = False,
-    fast_accum: bool = False,
+    fast_accum: bool = False, scale_format: str = "fp32",
 ) -> Tensor:  # fmt: skip
-    """FP8 weights with block scales times activations quantized per group of the block's columns."""
+    """FP8 weights with block scales times activations quantized per group of the block's columns; `scale_format` of
+    the activations' scales: "fp32", or "e8m0" for powers of two."""
     if weight_only:
         rows, cols = blocks.rows, blocks.cols
         if blocks.begins_inside:
             scale, rows, cols = blocks.whole(scale)
         return weight_only_product(x, weight, scale, bias, rows, cols)
-    codes, scale_a = quantize_fp8_group(x, blocks.cols, dtype=weight.dtype)
+    codes, scale_a = quantize_fp8_group(x, blocks.cols, scale_format, dtype=weight.dtype)
     return scaled_mm_group(
         codes, weight, scale_a, scale, group=blocks.cols, block_rows=blocks.rows, block_cols=blocks.cols, bias=bias,
         offset_n=blocks.offset_n, offset_k=blocks.offset_k, out_dtype=x.dtype, fast_accum=fast_accum,

@@ -217,3 +217,11 @@ def test_an_unknown_method_is_said_to_be_unknown(monkeypatch):
 
     with pytest.raises(NotImplementedError, match=r"fpk\.methods has no NoSuchMethod"):
         config._method("NoSuchMethod")
+
+
+def test_scales_of_activations_that_are_powers_of_two():
+    given = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    for more, told in (({}, "fp8_group128"), ({"scale_fmt": "ue8m0"}, "fp8_group128_e8m0")):
+        config = Fp8Config.from_config(given | more)
+        layer = Linear(256, 128, quant_config=config, prefix="p")
+        assert layer.quant_method.scheme(layer) == f"fp8_block128:{told}"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from linear_kit import Ranks, default_device, group_rounded, loaded, random_weight, random_x
 
-from fpk.check import assert_close, bits
+from fpk.check import assert_close, bits, rel_error
 from fpk.device import pretend
 from fpk.formats import E4M3FN, decode, encode
 from fpk.kernels.quant.quantize_fp8_block import quantize_fp8_block
@@ -289,3 +289,21 @@ def test_compiles_to_one_graph(references):
 def test_repr_shows_scheme_and_shapes(references):
     assert "fp8_block128:fp8_group128" in repr(make(300, 256))
     assert "fp8_block64x32:fp8_group32" in repr(make(300, 256, (64, 32)))
+
+
+def test_activations_by_powers_of_two(references):
+    """`scale_fmt: ue8m0`: the products of weights with blocks and groups whose scales are rounded up."""
+    import fpk
+
+    config = Fp8Config(is_checkpoint_fp8_serialized=True, weight_block_size=[128, 128])
+    config.scale_fmt = "ue8m0"
+    layer = Linear(256, 128, quant_config=config, prefix="p")
+    w = random_weight(128, 256)
+    codes = fpk.quantize(w, "fp8_block128")
+    layer.weight.weight_loader(layer.weight, codes.codes)
+    layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, codes.scale)
+    layer.quant_method.process_weights_after_loading(layer)
+    x = random_x(5, 256)
+    rows = fpk.quantize(x, "fp8_group128_e8m0")
+    assert rows.scale.dtype is torch.uint8
+    assert rel_error(layer(x), rows.dequantize() @ layer.dequantize().T) < 0.004
