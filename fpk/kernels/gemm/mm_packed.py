@@ -159,7 +159,7 @@ def configs(
                 num_stages=stages,
             )  # fmt: skip
     if M >= 256 and arch == "sm90":
-        for m, n, stages, group in ((128, 128, 4, 8), (128, 128, 4, 16), (128, 128, 3, 8), (128, 64, 4, 8)):
+        for m, n, stages, group in ((128, 64, 4, 8), (128, 128, 4, 8), (128, 128, 4, 16)):
             yield Config(kernel="warps", COMPUTE="fp8", BLOCK_M=m, BLOCK_N=n, STAGES=stages, GROUP_M=group, num_warps=4)
     for compute in compute_types(left, right, of(a.device)):
         step = step_of(left.columns(a), promoted_groups(constants(compute, left, right, a.dtype)))

@@ -152,7 +152,7 @@ def _plain_kernel(
 def configs(a: Tensor, **_: Any):
     M = bucket(a.shape[0])
     if of(a.device).arch != "cpu":
-        yield from _defaults(M, a.dtype is torch.bfloat16)
+        yield from _defaults(M)
     plain = max(16, min(64, M))
     yield Config(kernel="plain", BLOCK_M=plain, num_warps=4, num_stages=1)
     for block, rows, units, stages, per_sm in (
@@ -163,16 +163,15 @@ def configs(a: Tensor, **_: Any):
         yield Config(kernel="units", BLOCK_M=block, ROWS=rows, UNITS=units, STAGES=stages, PER_SM=per_sm, num_warps=4)
 
 
-def _defaults(M: int, wide: bool):
+def _defaults(M: int):
     """Measured on an H200: (largest M, BLOCK_M, ROWS, UNITS, STAGES, PER_SM), the second for wider codes."""
     for limit, *fields in (
-        (8, 8, 1, 2, 3, 5), (8, 8, 1, 2, 3, 4), (16, 16, 1, 2, 3, 4), (16, 16, 1, 2, 2, 5), (32, 32, 1, 2, 3, 3),
+        (8, 8, 1, 2, 3, 5), (8, 8, 1, 2, 3, 4), (16, 16, 1, 2, 3, 4), (16, 16, 1, 2, 3, 3), (32, 32, 1, 2, 3, 3),
         (32, 32, 1, 1, 4, 3), (64, 64, 1, 1, 4, 2), (64, 64, 1, 1, 3, 2),
     ):  # fmt: skip
         if limit // 2 < M <= limit or M <= limit == 8:
             yield Config(kernel="units", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
-    many = (128, 1, 1, 3, 0) if wide else (128, 1, 2, 2, 0)
-    yield Config(kernel="units", **dict(zip(_FIELDS, many, strict=True)), num_warps=4)
+    yield Config(kernel="units", **dict(zip(_FIELDS, (128, 1, 1, 3, 0), strict=True)), num_warps=4)
 
 
 _FIELDS = ("BLOCK_M", "ROWS", "UNITS", "STAGES", "PER_SM")
