@@ -4,12 +4,14 @@
 
 Each mutant lives in a process of its own, forked from one that has imported everything: it may crash or never end. It
 is *killed* if a law of an op that uses the function says so (`by` names the law, or how the process died); *invalid* if
-it raises an error instead, as a wrong shape does, which nobody could ship; else it has *survived*, and a person writes
-the reason into the table's last column, where later runs keep it.
+it raises an error instead, as a wrong shape does, which nobody could ship; *open* while only the quickest law has seen
+it (`--thorough 0`; `--survivors` goes on); else it has *survived*, and a person writes the reason into the table's last
+column, where later runs keep it.
 """
 
 import argparse
 import csv
+import functools
 import json
 import linecache
 import os
@@ -30,12 +32,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import conftest  # noqa: F401  the interpreter's fixes, every op
 import guarded
 import pytest
-from op_laws import check_far_apart, check_strides, check_without_fp8_units, middle
+from op_laws import (
+    ample,
+    check_config,
+    check_far_apart,
+    check_reference,
+    check_strides,
+    check_without_fp8_units,
+    middle,
+)
 from planted import first_violation
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 
 from fpk.op import OPS, Op
-from trust.mutations import Mutation, mutations
+from trust.mutations import Mutation, mutated, mutations
 
 COLUMNS = ("module", "function", "rule", "old", "new", "number", "verdict", "by", "reason")
 EXAMPLES = 25
@@ -106,12 +116,25 @@ def put(mutation: Mutation, folder: Path) -> None:
     """Make this process's kernels use the mutated function."""
     function = jitted()[mutation.module, mutation.function]
     path = folder / f"{mutation.function}.py"
-    path.write_text(mutation.source)
+    source = mutated(mutation, function.fn)
+    path.write_text(source)
     linecache.checkcache(str(path))
     scope: dict[str, Callable] = {}
-    exec(compile(mutation.source, str(path), "exec"), function.fn.__globals__, scope)
+    exec(compile(source, str(path), "exec"), function.fn.__globals__, scope)
     function.fn = scope[mutation.function]
     function.rewriter = FunctionRewriter(function.fn, **function.kwargs)
+
+
+@functools.cache
+def in_order(name: str) -> list[dict]:
+    return ample(OPS[name])
+
+
+def pairs(op: Op) -> None:
+    """The cheapest law that kills most: cases that are neither small nor large first."""
+    for pick, case in enumerate(in_order(op.name)):
+        check_reference(op, case)
+        check_config(op, case, 7919 * pick)
 
 
 def at_random(op: Op) -> None:
@@ -131,13 +154,18 @@ def family(op: Op) -> None:
     assert code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), "a law of the family fails"
 
 
-LAWS = dict(pairs=at_random, strides=check_strides, far_apart=check_far_apart, no_fp8_units=without_fp8_units)
+LAWS = dict(
+    pairs=pairs, strides=check_strides, far_apart=check_far_apart, no_fp8_units=without_fp8_units, random=at_random
+)
 
 
-def attack(ops: list[Op], families: bool) -> tuple[str, str]:
-    """(verdict, by) of the laws of these ops, in this process."""
-    plan = [(name, law, op) for op in ops for name, law in LAWS.items()]
-    if families:
+def attack(ops: list[Op], thorough: int) -> tuple[str, str]:
+    """(verdict, by) of the laws of these ops, in this process.
+
+    thorough: 0 for the pairs of the first op alone, 1 for all laws of all ops, 2 for those of their families too.
+    """
+    plan = [(name, law, op) for name, law in LAWS.items() for op in ops] if thorough else [("pairs", pairs, ops[0])]
+    if thorough > 1:
         firsts = {op.launcher.__module__.split(".")[2]: op for op in reversed(ops)}
         plan += [("family", family, op) for op in firsts.values()]
     for name, law, op in plan:
@@ -150,7 +178,7 @@ def attack(ops: list[Op], families: bool) -> tuple[str, str]:
             return "killed", f"{op.name} {name} {how}"
         except BaseException as error:  # whatever the kernel's body raises
             return "invalid", f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    return "survived", ""
+    return "survived" if thorough else "open", ""
 
 
 class Installing:
@@ -159,7 +187,7 @@ class Installing:
     setattr = staticmethod(setattr)
 
 
-def judge(mutation: Mutation | None, ops: list[Op], families: bool, answer: Path) -> None:
+def judge(mutation: Mutation | None, ops: list[Op], thorough: int, answer: Path) -> None:
     """In the forked child: leave the verdict in `answer`, then end without cleaning up. None: kernels as they are."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         for stream in (1, 2):
@@ -167,12 +195,12 @@ def judge(mutation: Mutation | None, ops: list[Op], families: bool, answer: Path
         guarded.install(Installing)
         if mutation is not None:
             put(mutation, Path(folder))
-        answer.write_text(json.dumps(attack(ops, families)))
+        answer.write_text(json.dumps(attack(ops, thorough)))
     os._exit(0)
 
 
 def verdicts(
-    plan: Iterable[tuple[Mutation | None, list[Op]]], jobs: int = 1, families: bool = True
+    plan: Iterable[tuple[Mutation | None, list[Op]]], jobs: int = 1, thorough: int = 2
 ) -> Iterator[tuple[Any, str, str]]:
     """(mutation, verdict, by) of each, as they come; of kernels as they are (None), the first of the ops."""
     running: dict[int, tuple[Any, Path]] = {}
@@ -182,10 +210,11 @@ def verdicts(
             following = next(waiting, None) if len(running) < jobs else None
             if following is not None:
                 answer = Path(folder, str(number))
+                in_order(following[1][0].name)  # once, not in every child
                 child = os.fork()
                 if child == 0:
                     try:
-                        judge(*following, families, answer)
+                        judge(*following, thorough, answer)
                     finally:
                         os._exit(1)
                 running[child] = (following[0] or following[1][0], answer)
@@ -205,13 +234,17 @@ def verdicts(
 
 def unsound(jobs: int) -> dict[str, str]:
     """Ops whose kernels fail the laws as they are, and why: they would kill every mutant."""
-    judged = verdicts(((None, [op]) for op in OPS.values()), jobs, False)
+    judged = verdicts(((None, [op]) for op in OPS.values()), jobs, 1)
     return {op.name: by for op, verdict, by in judged if verdict != "survived"}
 
 
 # ---- choice and table ----------------------------------------------------------------------------------------------
-def all_mutations() -> dict[tuple[str, str], list[Mutation]]:
-    return {key: mutations(key[0], function.fn) for key, function in jitted().items()}
+def all_mutations(of: Iterable[tuple[str, ...]] | None = None) -> dict[tuple[str, str], list[Mutation]]:
+    """Of every function, or of those that these ids are about."""
+    wanted = None if of is None else {id[:2] for id in of}
+    return {
+        key: mutations(key[0], function.fn) for key, function in jitted().items() if wanted is None or key in wanted
+    }
 
 
 def drawn(per_file: int, per_helper: int, seed: int) -> list[Mutation]:
@@ -258,7 +291,7 @@ def recheck(
     Those whose text has changed since are passed over; what dies of itself proves nothing and is too.
     """
     values = {key for key, row in known.items() if row["verdict"] == "killed" and row["by"].endswith("values")}
-    there = [m for found in all_mutations().values() for m in found if m.id in values]
+    there = [m for found in all_mutations(values).values() for m in found if m.id in values]
     rng = random.Random(seed)
     by_module: dict[str, list[Mutation]] = {}
     for mutation in rng.sample(there, len(there)):
@@ -266,7 +299,7 @@ def recheck(
     modules = rng.sample(list(by_module.values()), len(by_module))
     chosen = [found[turn] for turn in range(count) for found in modules if turn < len(found)][:count]
     caught = 0
-    for mutation, verdict, by in verdicts(((m, using[m.module, m.function]) for m in chosen), jobs, False):
+    for mutation, verdict, by in verdicts(((m, using[m.module, m.function]) for m in chosen), jobs, 1):
         caught += verdict == "killed"
         print(f"{verdict} {by}: {mutation}")
     print(f"{caught} of {len(chosen)} caught")
@@ -285,7 +318,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the table's verdicts, judge what is not in it")
     parser.add_argument("--recheck", type=int, default=0, help="only so many of the killed ones; exit 1 if one lives")
     parser.add_argument("--baseline", action="store_true", help="leave ops out that fail their laws as they are")
-    parser.add_argument("--no-families", action="store_true", help="without the laws of families, which are slow")
+    parser.add_argument("--thorough", type=int, default=2, choices=(0, 1, 2), help="which laws, see `attack`")
     args = parser.parse_args()
     known, using = read_table(args.out), users()
     if args.recheck:
@@ -294,9 +327,8 @@ def main() -> None:
     print(f"without {left_out}", flush=True)
     using = {key: [op for op in ops if op.name not in left_out] for key, ops in using.items()}
     if args.survivors:
-        chosen = [
-            m for found in all_mutations().values() for m in found if known.get(m.id, {}).get("verdict") == "survived"
-        ]
+        left = {key for key, row in known.items() if row["verdict"] in ("survived", "open")}
+        chosen = [m for found in all_mutations(left).values() for m in found if m.id in left]
     else:
         chosen = drawn(args.per_file, args.per_helper, args.seed)
     chosen = [m for m in chosen if args.only in m.module]
@@ -305,13 +337,13 @@ def main() -> None:
         chosen = [m for m in chosen if m.id not in known]
     start = time.monotonic()
     plan = [(m, using[m.module, m.function]) for m in chosen if using[m.module, m.function]]
-    for count, (mutation, verdict, by) in enumerate(verdicts(plan, args.jobs, not args.no_families), 1):
+    for count, (mutation, verdict, by) in enumerate(verdicts(plan, args.jobs, args.thorough), 1):
         reason = known.get(mutation.id, {}).get("reason", "") if verdict == "survived" else ""
         rows[mutation.id] = dict(zip(COLUMNS, (*mutation.id, verdict, by, reason), strict=True))
         what = f"{mutation.module}.{mutation.function} {mutation.rule}: {mutation.old} -> {mutation.new}"
         print(f"{count}/{len(plan)} {time.monotonic() - start:.0f}s {verdict} {by}: {what}"[:400], flush=True)
         write_table(args.out, rows.values())
-    counts = {v: sum(r["verdict"] == v for r in rows.values()) for v in ("killed", "survived", "invalid")}
+    counts = {v: sum(r["verdict"] == v for r in rows.values()) for v in ("killed", "survived", "open", "invalid")}
     valid = counts["killed"] + counts["survived"]
     print(f"{counts}: {counts['killed'] / max(valid, 1):.1%} of {valid} killed")
 

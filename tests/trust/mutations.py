@@ -9,7 +9,7 @@ import copy
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Change = tuple[str, ast.AST, "ast.AST | None"]  # (rule, what stands there, what shall: None deletes the statement)
@@ -32,7 +32,6 @@ class Mutation:
     old: str
     new: str
     number: int = 0
-    source: str = field(default="", compare=False, repr=False)
 
     @property
     def id(self) -> tuple[str, ...]:
@@ -207,23 +206,34 @@ class _Replacing(ast.NodeTransformer):
         return ast.Pass() if self.new is None else self.new
 
 
-def mutations(module: str, function: Callable) -> list[Mutation]:
-    """Every mutation of a plain Python function, as it stands in its file."""
+def _parsed(function: Callable) -> ast.FunctionDef:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     tree.decorator_list = []
     for number, node in enumerate(ast.walk(tree)):
         node.number = number  # type: ignore[attr-defined]
-    found: list[Mutation] = []
+    return tree
+
+
+def _each(module: str, tree: ast.FunctionDef) -> Iterator[tuple[Mutation, ast.AST, ast.AST | None]]:
     counts: dict[tuple[str, ...], int] = {}
     for rule, node, new in changes(tree):
-        mutated = _Replacing(node.number, new).visit(copy.deepcopy(tree))  # type: ignore[attr-defined]
         old_text = ast.unparse(node)
-        new_text = "" if new is None else ast.unparse(ast.fix_missing_locations(copy.deepcopy(new)))
-        if old_text == new_text:
-            continue
-        key = (rule, old_text, new_text)
-        counts[key] = counts.get(key, -1) + 1
-        text = ast.unparse(ast.fix_missing_locations(mutated)) + "\n"
-        found.append(Mutation(module, function.__name__, rule, old_text, new_text, counts[key], text))
-    return found
+        new_text = "" if new is None else ast.unparse(ast.fix_missing_locations(new))
+        if old_text != new_text:
+            key = (rule, old_text, new_text)
+            counts[key] = counts.get(key, -1) + 1
+            yield Mutation(module, tree.name, rule, old_text, new_text, counts[key]), node, new
+
+
+def mutations(module: str, function: Callable) -> list[Mutation]:
+    """Every mutation of a plain Python function, as it stands in its file."""
+    return [mutation for mutation, _, _ in _each(module, _parsed(function))]
+
+
+def mutated(mutation: Mutation, function: Callable) -> str:
+    """The text of the function with that change, without decorators."""
+    tree = _parsed(function)
+    node, new = next((node, new) for found, node, new in _each(mutation.module, tree) if found == mutation)
+    changed = _Replacing(node.number, copy.deepcopy(new)).visit(copy.deepcopy(tree))  # type: ignore[attr-defined]
+    return ast.unparse(ast.fix_missing_locations(changed)) + "\n"

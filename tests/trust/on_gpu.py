@@ -1,0 +1,157 @@
+"""What only a GPU can be asked, by hand: small launches for a memory checker, repeats, loads without memory.
+
+    PYTHONPATH=tests python -m trust.on_gpu compare [op ...]     a few cases of each kernel against the references
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=tests compute-sanitizer --tool memcheck --error-exitcode 9 \
+        python -m trust.on_gpu launch [op ...]                   the same launches alone (also initcheck, racecheck)
+    PYTHONPATH=tests python -m trust.on_gpu repeat [op ...]      1000 times the same bits, beside a busy second stream
+    PYTHONPATH=tests python -m trust.on_gpu memory               out of memory in the middle of a load
+
+Inputs are made on the CPU, so that a checker sees fpk's kernels and little else. Exits 1 if something is wrong.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import op_laws
+from op_laws import ample, results
+
+import fpk.kernels
+from fpk.check import assert_close, bits
+from fpk.op import OPS, Op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES, TIMES = 3, 1000
+
+failures: list[str] = []
+
+
+def arguments(op: Op, case: dict) -> dict[str, Any]:
+    return {n: v.to(DEVICE) if isinstance(v, Tensor) else v for n, v in op.inputs(**case, device="cpu").items()}
+
+
+def configs(op: Op, args: dict) -> list[dict]:
+    """One for every kernel, with its work split and whole."""
+    bound, found = op.bind(**args), {}
+    for config in op.configs(**bound):
+        if op.is_legal(config, bound, op._device(bound)):
+            parts = config.get("SPLIT_K", config.get("SPLITS", 1))
+            found.setdefault((config.get("kernel"), parts > 1), config)
+    return list(found.values())
+
+
+def tensors(out: object) -> list[Tensor]:
+    return [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor)]
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def launches(op: Op, compare: bool) -> int:
+    count = 0
+    for case in ample(op)[:CASES]:
+        for config in configs(op, arguments(op, case)):
+            args = arguments(op, case)
+            out = results(op, lambda config=config, **given: op.launch(**given, config=config), args)
+            synchronize()
+            count += 1
+            if compare:
+                expected = results(op, op.reference, arguments(op, case))
+                for o, e in zip(tensors(out), tensors(expected), strict=True):
+                    assert_close(o.contiguous(), e.contiguous(), op.tolerance(op.bind(**args)), f"{case} {config}: out")
+    return count
+
+
+def repeats(op: Op) -> int:
+    """Elements that ever differed from the first call's."""
+    args = arguments(op, ample(op)[0])
+    written = {n: args[n].clone() for n in op.mutates if args[n] is not None}
+    first = [bits(o).clone() for o in tensors(results(op, op, args))]
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    side, noise = torch.cuda.Stream(), torch.randn(4096, 4096, dtype=torch.bfloat16, device=DEVICE)
+    for turn in range(TIMES):
+        if turn % 50 == 0:
+            with torch.cuda.stream(side):
+                noise @ noise
+        for name, value in written.items():
+            args[name].view(torch.uint8).copy_(value.view(torch.uint8))
+        for o, f in zip(tensors(results(op, op, args)), first, strict=True):
+            wrong += (bits(o) != f).sum()
+    assert int(wrong) == 0, f"{int(wrong)} elements differ"
+    return TIMES
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4096, 4096, bias=False) for _ in range(8)])
+        self.embed = nn.Embedding(8192, 4096)
+
+
+def loads_without_memory() -> None:
+    """Whatever is left of the memory: the whole model, or an error and the model as it was, and then the whole."""
+    with torch.device(DEVICE):
+        source = Model().bfloat16()
+    fpk.quantize_(source, "fp8_channel")
+    directory = Path(tempfile.mkdtemp(), "checkpoint")
+    fpk.save_quantized(source, directory, config={"model_type": "any"})
+    wanted = {n: bits(t.cpu()) for n, t in source.state_dict().items()}
+    del source
+    for dtype in (torch.bfloat16, torch.float32):
+        for left in (8, 24, 40, 64, 96, 128):  # MiB
+            with torch.device(DEVICE):
+                target = Model().to(dtype).requires_grad_(False)
+            modules, before = dict(target.named_modules()), {n: t.cpu() for n, t in target.state_dict().items()}
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+            taken = torch.empty(max(0, free - (left << 20)), dtype=torch.uint8, device=DEVICE)
+            try:
+                fpk.load_quantized(target, directory, device=DEVICE)
+                said = "loaded"
+            except torch.OutOfMemoryError:
+                said = "out of memory"
+            del taken
+            torch.cuda.empty_cache()
+            if said != "loaded":
+                after = target.state_dict()
+                assert dict(target.named_modules()) == modules, f"{left} MiB left: layers were swapped"
+                assert all(torch.equal(before[n], t.cpu()) for n, t in after.items()), f"{left} MiB left: half loaded"
+                fpk.load_quantized(target, directory, device=DEVICE)
+            codes = {n: t for n, t in target.state_dict().items() if n in wanted and t.dtype == torch.float8_e4m3fn}
+            assert codes and all(torch.equal(bits(t.cpu()), wanted[n]) for n, t in codes.items())
+            print(f"{dtype}, {left} MiB left: {said}, then whole", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("compare", "launch", "repeat", "memory"))
+    parser.add_argument("ops", nargs="*", help="names; all")
+    args = parser.parse_args()
+    op_laws.DEVICE = "cpu"  # where `ample` makes what it measures
+    if args.what == "memory":
+        loads_without_memory()
+        return 0
+    for name in args.ops or OPS:
+        try:
+            done = repeats(OPS[name]) if args.what == "repeat" else launches(OPS[name], args.what == "compare")
+            print(f"{name}: {done} launches", flush=True)
+        except NotImplementedError as error:
+            print(f"{name}: not here, {error}", flush=True)
+        except Exception as error:
+            failures.append(name)
+            print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+    print(f"{len(failures)} ops failed: {', '.join(failures)}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
