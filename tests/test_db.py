@@ -115,12 +115,12 @@ def test_flags_of_the_epilogue_borrow_rows():
         plain = row(m, 64, 64, us=us)
         return dataclasses.replace(plain, key=plain.key | flags)
 
-    tables = db.Tables(source(with_flags(16, 5.0, bias=0, fast=0), with_flags(32, 7.0, bias=0, fast=1)))
+    tables = db.Tables(source(with_flags(16, 5.0, bias=0, fast=0), with_flags(16, 7.0, bias=0, fast=1)))
     answers = [list(tables.answers("some_op", dict(M=16, N=64, K=64, dtype="x", **f), H200))
                for f in (dict(bias=1, fast=0), dict(bias=1, fast=1), dict(bias=1, fast=2), dict(bias=0))]  # fmt: skip
     found = [[(a.level, a.row.us) for a in rows_of] for rows_of in answers]
     assert found == [[("nearest", 5.0)], [("nearest", 7.0)], [], []]
-    own = db.Tables(source(with_flags(16, 5.0, bias=0), with_flags(4096, 9.0, bias=1)))
+    own = db.Tables(source(with_flags(16, 5.0, bias=0), with_flags(16, 9.0, bias=1)))
     assert [a.row.us for a in own.answers("some_op", dict(M=16, N=64, K=64, dtype="x", bias=1), H200)] == [9.0]
 
 
@@ -130,7 +130,7 @@ def test_ranks_come_in_order():
 
 
 def test_what_does_not_fit_is_not_offered():
-    tables = db.Tables(source(row(16, 64, 64, shared=200_000), row(32, 64, 64, shared=10)))
+    tables = db.Tables(source(row(16, 64, 64, shared=200_000), row(16, 128, 64, shared=10)))
     assert [a.row.shared_bytes for a in ask(tables, 16, 64, 64)] == [200_000, 10]
     small = Device("sm90", "NVIDIA H200", "nv", 132)
     with pytest.MonkeyPatch.context() as patch:
@@ -142,15 +142,21 @@ def test_nearest_by_scan_equals_brute_force():
     shapes = list(itertools.product((1, 64, 4096), (512, 2048, 12288), (512, 7168)))
     tables = db.Tables(source(*(row(m, n, k, BLOCK_M=16) for m, n, k in shapes)))
     for m, n, k in itertools.product((16, 256, 8192), (640, 4096), (1024, 4096)):
-        answer = ask(tables, m, n, k)[0]
+        gap, block = tables.table(0, H200.id, "some_op").nearest(dict(M=m, N=n, K=k, dtype="x"))[0]
 
         def distance(shape, at=(m, n, k)):
             logs = [abs(torch.tensor(a / b).log2().item()) for a, b in zip(shape, at, strict=True)]
             return 2.0 * logs[0] + logs[1] + logs[2]
 
-        got = tuple(answer.row.key[name] for name in "MNK")
+        got = tuple(block[0].key[name] for name in "MNK")
         assert distance(got) == pytest.approx(min(map(distance, shapes)), abs=1e-4)
-        assert answer.distance == pytest.approx(distance(got), abs=1e-4)
+        assert gap == pytest.approx(distance(got), abs=1e-4)
+
+
+def test_what_is_far_does_not_answer():
+    tables = db.Tables(source(row(64, 4096, 4096)))
+    assert [a.level for a in ask(tables, 64, 8192, 4096)] == ["nearest"]
+    assert ask(tables, 64, 16384, 4096) == [] and ask(tables, 256, 4096, 4096) == []
 
 
 def test_overlays_win():

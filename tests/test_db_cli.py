@@ -49,7 +49,7 @@ def test_finish_show_lint_and_explain(tables):
     assert "0 problems" in run("db", "lint", "--db", tables)
     exact = run("db", "explain", OP, "M=64", "K=4096", "--gpu", GPU, "--db", tables)
     assert "answer: exact" in exact and "num_warps=8" in exact
-    assert "answer: nearest" in run("db", "explain", OP, "M=256", "K=4096", "--gpu", GPU, "--db", tables)
+    assert "answer: nearest" in run("db", "explain", OP, "M=64", "K=3584", "--gpu", GPU, "--db", tables)
     wider = run("db", "explain", OP, "M=64", "K=8192", "--gpu", GPU, "--db", tables)
     assert "not legal" in wider and "answer: default" in wider
     sibling = run("db", "explain", OP, "M=64", "K=4096", "--gpu", "nv-h100-sm90-114", "--db", tables)

@@ -114,7 +114,9 @@ def lint_config(op: Op[..., Any], row: db.Row, device: Device, known: dict[str, 
     except ValueError as error:
         yield str(error)
         return
-    missing = {"num_warps", "num_stages"} - row.config.keys()
+    gluon = getattr(op.kernel_of(row.config).fn, "is_gluon", None)
+    launch = ["num_warps"] if gluon and gluon() else ["num_warps", "num_stages"]  # Gluon kernels pipeline by hand
+    missing = set(launch) - row.config.keys()
     if len(op.kernels) > 1 and "kernel" not in row.config:
         missing.add("kernel")
     if missing:
