@@ -117,7 +117,7 @@ def fp8_dtype(device: torch.device) -> torch.dtype:
 
 # what a device can do is a constant of a traced graph: torch.compile does not look it up
 for _asks in (has_fp8_units, fp8_dtype):
-    _asks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _asks._dynamo_marked_constant = True  # type: ignore[union-attr, attr-defined]
 
 
 def expect_fp8_matmul(what: str, operand: Tensor) -> None:
