@@ -18,6 +18,13 @@ READ_GB_PER_S, PEAK_TFLOPS = 4250, 1561  # copy rate and FP8/INT8 ceiling of the
 PRODUCT_OPS = ("scaled_mm", "scaled_mm_group", "mm_weight_only")
 
 
+# stage of an expert layer in moe.csv: its op; {} is "_group" for scales along K and "" for others
+STAGES = {
+    "route": "route", "sort": "sort_by_expert", "permute": "moe_permute", "unpermute": "moe_unpermute",
+    "w13": "grouped_scaled_mm{}", "w2": "grouped_scaled_mm{}", "activation": "act_and_mul_quantize_fp8{}",
+}  # fmt: skip
+
+
 def rows_of(name: str) -> list[dict[str, str]]:
     with open(RESULTS / f"{name}.csv", newline="") as f:
         return list(csv.DictReader(f))
@@ -33,6 +40,11 @@ def ops() -> str:
     from fpk.op import OPS
 
     shown = {name: "timed below" for name in PRODUCT_OPS} | {r["op"]: "timed below" for r in rows_of("quantizers")}
+    shown |= {r["op"]: "timed below" for r in rows_of("packed")}
+    for r in rows_of("moe"):
+        grouped = "_group" if "block" in r["scheme"] else ""
+        name = STAGES.get(r["stage"], "").format(grouped)
+        shown["act_and_mul_quantize_fp8_token" if name == "act_and_mul_quantize_fp8" else name] = "timed below"
     for r in rows_of("exactness"):
         if r["differences"] == "0":
             shown[r["op"]] = f"{float(r['values']):.1e} values bit-equal"
@@ -83,6 +95,41 @@ def products() -> str:
         ],
         rows,
     )  # fmt: skip
+
+
+def experts() -> str:
+    """One line per stage, scheme and number of tokens: geometric means over the models that were timed."""
+    groups: dict[tuple[str, str, int], list[dict[str, str]]] = {}
+    for r in rows_of("moe"):
+        if r["ratio"] and r["routing"] == "balanced" and r["stage"] in ("layer", "w13", "w2"):
+            groups.setdefault((r["scheme"], r["stage"], int(r["T"])), []).append(r)
+    rows = []
+    for (scheme, stage, tokens), found in sorted(groups.items()):
+        ratios, shares = [float(r["ratio"]) for r in found], [float(r["share"]) for r in found]
+        others = ", ".join(sorted({r["other"].split(" (")[0] for r in found}))
+        rows.append([f"`{scheme}`", stage, str(tokens), str(len(found)), others, f"{geomean(ratios):.2f}",
+                     f"{min(ratios):.2f}", f"{geomean(shares):.2f}"])  # fmt: skip
+    header = ["weights:activations", "stage", "tokens", "models", "other", "other / fpk", "lowest", "share of roofline"]
+    return table(header, rows)
+
+
+def methods() -> str:
+    found = rows_of("methods")
+    marks = [n for n in found[0] if n not in ("method", "scheme")]
+    titles = {"matches": "matches reference", "graph": "graph capture", "fullgraph": "fullgraph compile",
+              "reload": "reload in place"}  # fmt: skip
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for r in found:
+        groups.setdefault((r["method"], *(r[n] for n in marks)), []).append(f"`{r['scheme']}`")
+    rows = [[f"`{name}`", " ".join(schemes), *cells] for (name, *cells), schemes in groups.items()]
+    return table(["method", "weights:activations", *(titles.get(n, n) for n in marks)], rows)
+
+
+def packed(part: str) -> str:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from packed import PARTS
+
+    return PARTS[part]()
 
 
 def study() -> str:
@@ -137,7 +184,8 @@ def parallel() -> str:
 
 PARTS = {
     "ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study,
-    "caches": caches, "parallel": parallel,
+    "caches": caches, "parallel": parallel, "experts": experts, "methods": methods,
+    "packed": lambda: packed("packed"), "packed_support": lambda: packed("packed_support"),
 }  # fmt: skip
 
 
