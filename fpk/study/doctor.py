@@ -18,8 +18,10 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "gguf", "pyarrow", 
 
 
 def _bound(fmt: Format) -> float:
-    """Largest relative rounding error of an element: half a step; of int8, for a tenth of amax."""
-    return 2.0 ** -(fmt.mantissa_bits + 1) if fmt.is_float else 10 / 254
+    """Largest relative rounding error of an element: half a step; of integers, for a tenth of amax (INT4: a third)."""
+    if fmt.is_float:
+        return 2.0 ** -(fmt.mantissa_bits + 1)
+    return 10 / 254 if fmt.bits == 8 else 3 / 14
 
 
 def facts() -> dict[str, str]:

@@ -301,9 +301,9 @@ def test_products_of_mxfp8(act, weight, device):
         (lambda x: fpk.quantize(x, "mxfp4", packed=False), ValueError, "got option 'packed'"),
         (lambda x: fpk.quantize(x, "mxfp4", format="mxfp8_e5m2"), ValueError, "got option 'format'"),
         (
-            lambda x: fpk.mm(fpk.quantize(x, "fp8_token"), fpk.quantize(x, "nvfp4")),
-            NotImplementedError,
-            "no product of fp8_token activations and nvfp4 weights",
+            lambda x: fpk.mm(fpk.quantize(x, "mxfp4"), fpk.quantize(x, "int8_channel")),
+            ValueError,
+            "mxfp4 activations have no product with int8_channel weights",
         ),
     ],
 )

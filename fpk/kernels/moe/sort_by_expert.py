@@ -280,7 +280,7 @@ def inputs(
 @op(
     reference=reference, check=check, inputs=inputs, tol=0.0,
     domain=dict(
-        M=(0, 1, 17, 90, 200), E=(1, 2, 7, 33, 257), top_k=(1, 2, 6), mapped=(None, 0.0, 0.5, 1.0),
+        M=(0, 1, 17, 200, 400), E=(1, 2, 7, 33, 257), top_k=(1, 2, 6), mapped=(None, 0.0, 0.5, 1.0),
         kind=("normal", "one", "invalid"), dtype=(torch.int32, torch.int64), layout=("contiguous", "transposed"),
     ),
     kernels=dict(rank=Kernel(_rank_kernel), chunks=Kernel(_place_kernel), scan=Kernel(_scatter_kernel)),
