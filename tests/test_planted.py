@@ -72,7 +72,7 @@ PLANTS = [
     Plant("scaled_mm", "a part of the split lost", "for _ in range(1, SPLIT_K)", "for _ in range(2, SPLIT_K)"),
     Plant("scaled_mm", "bias dropped", "if bias_ptr is not None:", "if False:"),
     Plant("route", "ties to the higher id", "COUNT - 1 - ", "0 + ", 2),
-    Plant("route", "weights of the first picks' experts", "stride_lm + ids * stride_le", "stride_lm + pick * stride_le"),
+    Plant("route", "weights of the first experts", "stride_lm + ids * stride_le", "stride_lm + pick * stride_le"),
     Plant("route", "a group too few", "for _ in range(TOPK_GROUP)", "for _ in range(TOPK_GROUP - 1)"),
     Plant("sort_by_expert", "dropped slots keep their number", "tl.where(local, slots, -1)", "slots"),
     Plant("sort_by_expert", "not stable", "(other[None, :] < row[:, None])", "(other[None, :] > row[:, None])"),
