@@ -185,21 +185,21 @@ class Op(Generic[P, R]):
         database = db.active()
         asked = self._at_fixed_batch(bound) if isinstance(database, db.BatchInvariant) else bound
         for config in database.candidates(self.name, self.key(**asked), device):
-            if self._is_sound(config, asked) and self.is_legal(config, bound, device):
+            if self.is_sound(config, asked) and self.is_legal(config, bound, device):
                 return config
         for config in self.configs(**asked):
             if self.is_legal(config, bound, device):
                 return config
         raise NotImplementedError(f"{self.name}: no config of it is legal for these arguments on {device.arch}")
 
-    def _is_sound(self, config: Config, bound: dict[str, Any]) -> bool:
+    def is_sound(self, config: Config, bound: dict[str, Any]) -> bool:
         """Could this config of a table be a candidate's? Tables are files: what is damaged there is passed over.
 
-        The fields and types of a candidate for the same kernel; sizes of blocks and numbers of warps powers of two.
+        The fields and types of some candidate for the same kernel; sizes of blocks and numbers of warps powers of two.
         """
-        kernel = config.get("kernel")
-        like = next((c for c in self.configs(**bound) if c.get("kernel") == kernel), None)
-        if like is None or {n: type(v) for n, v in like.items()} != {n: type(v) for n, v in config.items()}:
+        kernel, fields = config.get("kernel"), {n: type(v) for n, v in config.items()}
+        like = (c for c in self.configs(**bound) if c.get("kernel") == kernel)
+        if not any({n: type(v) for n, v in c.items()} == fields for c in like):
             return False
         return all(
             0 <= v <= 1 << 24 and (not n.startswith(("BLOCK", "num_warps")) or v & (v - 1) == 0 < v)

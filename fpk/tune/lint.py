@@ -128,12 +128,14 @@ def lint_config(op: Op[..., Any], row: db.Row, device: Device, known: dict[str, 
         return
     try:
         with pretend(device):
-            legal = op.is_legal(row.config, bound, device)
+            legal, sound = op.is_legal(row.config, bound, device), op.is_sound(row.config, bound)
     except KeyError as error:
         yield f"expected every launch field, missing {error}"
         return
     if not legal:
         yield f"not legal for its own case: {row.config}"
+    elif not sound:
+        yield f"passed over by look-ups, no candidate has these fields: {row.config}"
 
 
 def compile_shipped(source: db.Source, sample: int = 0, seed: int = 0) -> list[str]:
