@@ -1,12 +1,11 @@
 """How matrix products are launched."""
 
 from fpk.device import Device
+from fpk.kernels._tile import early_start
 
 DEPENDENT_TOKENS = 256  # products of more last too long for their start to matter
 
 
 def dependent(device: Device, M: int) -> dict[str, bool]:
-    """Options of programmatic dependent launch (sm90 and newer), which hides the start of short kernels."""
-    if device.vendor == "nv" and device.capability >= 90 and M <= DEPENDENT_TOKENS:
-        return dict(PDL=True, launch_pdl=True)
-    return dict(PDL=False)
+    """Options of an early start for products short enough to gain by it."""
+    return early_start(device) if M <= DEPENDENT_TOKENS else dict(PDL=False)

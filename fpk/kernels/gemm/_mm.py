@@ -8,24 +8,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fpk.db import Config
 from fpk.device import Device, of
-from fpk.kernels._tile import decode_e8m0
+from fpk.kernels._tile import after_previous, decode_e8m0
 from fpk.kernels.gemm._gluon import AVAILABLE
 from fpk.kernels.gemm._launch import dependent
 
 TMA_TARGETS = ("sm90", "sm100", "sm103", "sm120", "sm121")
 OUT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@triton.jit
-def after_previous(PDL: tl.constexpr):
-    """First line of a kernel launched early: let the next one get ready, and wait until the one before is done."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit

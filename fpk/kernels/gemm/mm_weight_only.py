@@ -34,12 +34,11 @@ from fpk.check import (
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
-from fpk.kernels._tile import decode_fp8, tile_of
+from fpk.kernels._tile import after_previous, decode_fp8, tile_of
 from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
 from fpk.kernels.gemm._gluon_weight import weight_warps_kernel
 from fpk.kernels.gemm._mm import (
     accumulate,
-    after_previous,
     dependent,
     few_tokens,
     finish,

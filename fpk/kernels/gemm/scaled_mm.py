@@ -34,7 +34,7 @@ from fpk.check import (
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8
-from fpk.kernels._tile import tile_of
+from fpk.kernels._tile import after_previous, tile_of
 from fpk.kernels.gemm._baselines import torch_scaled_mm
 from fpk.kernels.gemm._gluon import TYPES, consumer_tile, descriptor
 from fpk.kernels.gemm._gluon_mm import warps_kernel
@@ -42,7 +42,6 @@ from fpk.kernels.gemm._mm import (
     OUT_TYPES,
     TMA_TARGETS,
     accumulate,
-    after_previous,
     broadcast_strides,
     dependent,
     few_tokens,

@@ -38,14 +38,13 @@ from fpk.check import (
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, decode
-from fpk.kernels._tile import tile_of
+from fpk.kernels._tile import after_previous, tile_of
 from fpk.kernels.gemm._baselines import torch_scaled_mm_group
 from fpk.kernels.gemm._gluon import consumer_tile
 from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     add_scaled,
-    after_previous,
     dependent,
     few_tokens,
     finish,

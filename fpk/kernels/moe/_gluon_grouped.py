@@ -29,8 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fpk.db import Config
 from fpk.device import Device, of
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
 from fpk.kernels.moe._grouped import fits_row_descriptor, fits_weight_descriptor
 from fpk.op import Kernel
 
@@ -342,7 +341,7 @@ def launch_gluon(
     most = (R + min(E + 1, R) * 127) // 128
     table = torch.empty(1 + 3 * most, dtype=torch.int32, device=a.device)
     schedule_kernel[(triton.cdiv(most, 32),)](
-        offs, table, R, E, BLOCK_E=bins, BLOCK_M=128, BLOCK=32, num_warps=4, **early(a.device)
+        offs, table, R, E, BLOCK_E=bins, BLOCK_M=128, BLOCK=32, num_warps=4, **early_start(of(a.device))
     )
     matrix = b.as_strided((E * N, K), (b.stride(1), 1))
     programs = min(of(a.device).sm_count, most * triton.cdiv(N, block_n))
@@ -353,5 +352,5 @@ def launch_gluon(
         table, scale_a, scale_b, bias, out, E, N, K, out.stride(0), *strides, 0 if bias is None else bias.stride(0),
         MODE=mode, ROWS=rows_per_scale, BLOCK_K=line, ACC=gl.int32 if a.dtype is torch.int8 else gl.float32,
         INSTR_N=min(block_n, 128) if a.dtype is torch.int8 else block_n, INSTR_K=32 // size, num_warps=4,
-        **early(a.device), **options,
+        **early_start(of(a.device)), **options,
     )  # fmt: skip

@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fpk.db import Config
-from fpk.kernels._tile import decode_e8m0
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.device import of
+from fpk.kernels._tile import after_previous, decode_e8m0, early_start
 from fpk.op import Kernel
 
 
@@ -127,5 +126,5 @@ def launch_vector(
         GROUP=group, ROWS=rows, COLS=cols, E8M0_A=scale_a is not None and scale_a.dtype is torch.uint8,
         E8M0_B=scale_b is not None and scale_b.dtype is torch.uint8, INT8=b.dtype is torch.int8 and a.dtype is b.dtype,
         EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=bins, enable_fp_fusion=False,
-        **early(a.device), **options,
+        **early_start(of(a.device)), **options,
     )  # fmt: skip

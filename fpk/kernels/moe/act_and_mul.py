@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS
 from fpk.db import Config, bucket
+from fpk.device import of
 from fpk.kernels._activation import (
     CASES,
     activated,
@@ -34,8 +35,7 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -142,7 +142,7 @@ def act_and_mul(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **early(x.device),
+        **early_start(of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return out

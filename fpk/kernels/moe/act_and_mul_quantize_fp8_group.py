@@ -43,9 +43,17 @@ from fpk.kernels._groups import (
     scale_buffer,
     stored_scale,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_fp8, divide, fp8_constants, quantize_fp8
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import (
+    after_previous,
+    amax_key,
+    amax_of_key,
+    any_infinite,
+    cast_fp8,
+    divide,
+    early_start,
+    fp8_constants,
+    quantize_fp8,
+)
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -226,7 +234,7 @@ def act_and_mul_quantize_fp8_group(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1), stride_s,
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **early(x.device),
+        **early_start(of(x.device)),
         GROUP=group, WIDTH=triton.next_power_of_2(group), E8M0=scale_format == "e8m0", COLUMNS=layout != "row",
         QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,

@@ -28,9 +28,7 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._tile import fp8_constants, quantize_fp8
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start, fp8_constants, quantize_fp8
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, scales
 from fpk.shapes import activation_cases
@@ -153,7 +151,7 @@ def act_and_mul_quantize_fp8_static(
         M, I,
         x.stride(0) if stacked else 0, x.stride(-2), x.stride(-1), scale.stride(0) if stacked else 0,
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **early(x.device),
+        **early_start(of(x.device)),
         **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip

@@ -32,17 +32,17 @@ from fpk.kernels._activation import (
     load_activation,
 )
 from fpk.kernels._tile import (
+    after_previous,
     amax_key,
     amax_of_key,
     any_infinite,
     cast_fp8,
     divide,
+    early_start,
     fp8_constants,
     quantize_fp8,
     quotient_within,
 )
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -225,7 +225,7 @@ def act_and_mul_quantize_fp8_token(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **early(x.device),
+        **early_start(of(x.device)),
         QMAX=fmt.qmax, **fp8_constants(fmt, of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip

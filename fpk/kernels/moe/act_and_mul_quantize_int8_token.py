@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fpk.check import FLOAT_INPUTS
 from fpk.db import Config, bucket
+from fpk.device import of
 from fpk.formats import encode_int8 as encode_codes
 from fpk.formats import finite_amax
 from fpk.kernels._activation import (
@@ -31,9 +32,17 @@ from fpk.kernels._activation import (
     expect_activation,
     load_activation,
 )
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, cast_int8, divide, quantize_int8, quotient_within
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import (
+    after_previous,
+    amax_key,
+    amax_of_key,
+    any_infinite,
+    cast_int8,
+    divide,
+    early_start,
+    quantize_int8,
+    quotient_within,
+)
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS
 from fpk.shapes import activation_cases
@@ -207,7 +216,7 @@ def act_and_mul_quantize_int8_token(
         M, I,
         stride_xe, x.stride(-2), x.stride(-1),
         **activation_constexprs(x, activation, gated, interleaved, alpha, beta, limit),
-        **early(x.device),
+        **early_start(of(x.device)),
         enable_fp_fusion=False, **config,
     )  # fmt: skip
     return codes, scale

@@ -24,8 +24,8 @@ from torch import Tensor
 from fpk.check import FLOAT_INPUTS, expect_dtype
 from fpk.db import Config, bucket
 from fpk.device import Device, of
-from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, after_previous, finish, stages_held, store_tile
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
+from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, finish, stages_held, store_tile
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -256,6 +256,6 @@ def grouped_mm(
         a, b, a_desc, b_desc, bias, offs, gather, out,
         R, E, N, K, top_k, a.stride(0), b.stride(0), b.stride(1), out.stride(0), 0 if bias is None else bias.stride(0),
         IEEE=a.dtype is torch.float32, EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E),
-        **early(a.device), **config,
+        **early_start(of(a.device)), **config,
     )  # fmt: skip
     return out

@@ -25,18 +25,8 @@ from fpk.check import expect_dtype, expect_granularity, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
-from fpk.kernels._tile import decode_fp8
-from fpk.kernels.gemm._mm import (
-    TMA_TARGETS,
-    accumulate,
-    after_previous,
-    finish,
-    load_k,
-    load_scale,
-    stages_held,
-    store_tile,
-)
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, decode_fp8, early_start
+from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, finish, load_k, load_scale, stages_held, store_tile
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
     descriptors,
@@ -304,6 +294,6 @@ def grouped_mm_weight_only(
         ROWS=rows, COLS=cols if cols < K else -1, E8M0=scale_b.dtype is torch.uint8, INTEGERS=integers,
         MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
         IEEE=fmt is not None and fmt.kind == "ieee", EVEN_K=K % config["BLOCK_K"] == 0, SEGMENTS=segments,
-        BLOCK_E=expert_bins(E), **early(a.device), **config,
+        BLOCK_E=expert_bins(E), **early_start(of(a.device)), **config,
     )  # fmt: skip
     return out

@@ -28,8 +28,8 @@ from fpk.check import expect_dtype, expect_fp8_matmul, expect_inner_contiguous, 
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import FP8
-from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, after_previous, finish, stages_held, store_tile
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
+from fpk.kernels.gemm._mm import TMA_TARGETS, accumulate, finish, stages_held, store_tile
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -383,6 +383,6 @@ def grouped_scaled_mm(
         zero_point_b.stride(1) if zero_point_b is not None and zero_point_b.shape[1] > 1 else 0,
         INT8=is_int8, PROMOTE=0 if is_int8 or fast_accum else min(128, config["BLOCK_K"]),
         EVEN_K=K % config["BLOCK_K"] == 0, BLOCK_E=expert_bins(E), enable_fp_fusion=False,
-        **early(a.device), **config,
+        **early_start(of(a.device)), **config,
     )  # fmt: skip
     return out

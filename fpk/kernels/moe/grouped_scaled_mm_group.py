@@ -28,8 +28,8 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_fp8_matmul, expect_gran
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
-from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, after_previous, finish, load_k, stages_held, store_tile
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
+from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, finish, load_k, stages_held, store_tile
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -369,6 +369,6 @@ def grouped_scaled_mm_group(
         GROUP=group, ROWS=block_rows, COLS=block_cols, E8M0_A=scale_a.dtype is torch.uint8,
         E8M0_B=scale_b.dtype is torch.uint8, INT8=a.dtype is torch.int8,
         ONE_B=block_rows < 0 or block_rows % config["BLOCK_N"] == 0, EVEN_K=K % config["BLOCK_K"] == 0,
-        SEGMENTS=segments, BLOCK_E=expert_bins(E), **early(a.device), **config,
+        SEGMENTS=segments, BLOCK_E=expert_bins(E), **early_start(of(a.device)), **config,
     )  # fmt: skip
     return out

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fpk.check import expect_dtype, expect_inner_contiguous, expect_near, expect_rank, expect_shape
 from fpk.db import Config, bucket
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.device import of
+from fpk.kernels._tile import after_previous, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, scales
 from fpk.shapes import MOE_LAYERS, MOE_TOKENS
@@ -189,6 +189,6 @@ def map_experts(
         weights, ids, table, copies, out_weights, out_ids, passed,
         M, num_experts, num_experts + num_zero_experts, width, weights.stride(0), weights.stride(1),
         ids.stride(0), ids.stride(1), stride_t,
-        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), **early(ids.device), **config,
+        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), **early_start(of(ids.device)), **config,
     )  # fmt: skip
     return out_weights, out_ids, passed

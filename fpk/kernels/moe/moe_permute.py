@@ -22,8 +22,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_not_empty, expect_rank,
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import FP8
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
 from fpk.kernels.moe._rows import sorted_slots
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
@@ -190,6 +189,6 @@ def moe_permute(
         R, H, groups, top_k,
         x.stride(0), x.stride(1), *((0, 0) if scale is None else scale.stride()),
         *((0, 0) if weights is None else weights.stride()),
-        BLOCK_G=triton.next_power_of_2(max(groups, 1)), **early(x.device), **config,
+        BLOCK_G=triton.next_power_of_2(max(groups, 1)), **early_start(of(x.device)), **config,
     )  # fmt: skip
     return rows, scale_rows

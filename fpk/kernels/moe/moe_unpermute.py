@@ -28,8 +28,7 @@ from fpk.check import (
 )
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
 from fpk.kernels.moe._rows import sorted_slots
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample, scales, strided
@@ -216,6 +215,6 @@ def moe_unpermute(
         x.stride(0), x.stride(1), position.stride(0), position.stride(1),
         *((0, 0) if weights is None else weights.stride()), *((0, 0) if residual is None else residual.stride()),
         0 if residual_weight is None else residual_weight.stride(0),
-        TOP_K=top_k, enable_fp_fusion=False, **early(x.device), **config,
+        TOP_K=top_k, enable_fp_fusion=False, **early_start(of(x.device)), **config,
     )  # fmt: skip
     return out

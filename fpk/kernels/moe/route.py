@@ -25,8 +25,7 @@ from torch import Tensor
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_near, expect_one_of, expect_rank, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, strided
 from fpk.shapes import MOE_TOKENS
@@ -319,6 +318,6 @@ def route(
         SCORING=scoring, RENORMALIZE=renormalize or scoring == "topk_softmax", TOP_K=top_k,
         TOPK_GROUP=min(topk_group, groups), GROUPS=groups, SIZE=size, BLOCK_G=triton.next_power_of_2(groups),
         BLOCK_S=triton.next_power_of_2(size), BLOCK_P=triton.next_power_of_2(top_k),
-        **early(logits.device), **config,
+        **early_start(of(logits.device)), **config,
     )  # fmt: skip
     return weights, ids

@@ -25,8 +25,7 @@ from torch import Tensor
 from fpk.check import expect_dtype, expect_near, expect_rank, expect_slots
 from fpk.db import Config, bucket
 from fpk.device import of
-from fpk.kernels.gemm._mm import after_previous
-from fpk.kernels.moe._early import early
+from fpk.kernels._tile import after_previous, early_start
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator
 from fpk.shapes import MOE_LAYERS, MOE_TOKENS
@@ -320,7 +319,7 @@ def sort_by_expert(
     kernel = config.pop("kernel")
     if kernel == "rank":
         _rank_kernel[(triton.cdiv(R + num_experts, config["BLOCK_R"]),)](
-            ids, expert_map, index, position, offs, R, *sizes, **early(ids.device), **config
+            ids, expert_map, index, position, offs, R, *sizes, **early_start(of(ids.device)), **config
         )
         return index, position, offs
     bins = _bins(num_experts)
@@ -330,17 +329,17 @@ def sort_by_expert(
     _count_kernel[(chunks,)](
         ids, expert_map, rank, counts, R, *sizes,
         CHUNK=config["CHUNK"], BLOCK_E=bins, STEP=min(32, 8192 // config["CHUNK"]), num_warps=config["num_warps"],
-        **early(ids.device),
+        **early_start(of(ids.device)),
     )  # fmt: skip
     if kernel == "scan":
         total = torch.empty((bins,), dtype=torch.int32, device=ids.device)
         cols = min(bins, 32)
         _scan_kernel[(triton.cdiv(bins, cols),)](
-            counts, total, chunks, BLOCK_E=bins, STEP=64, COLS=cols, num_warps=4, **early(ids.device)
+            counts, total, chunks, BLOCK_E=bins, STEP=64, COLS=cols, num_warps=4, **early_start(of(ids.device))
         )
         _scatter_kernel[(chunks,)](
             ids, expert_map, rank, counts, total, index, position, offs, R, *sizes, BLOCK_E=bins,
-            **early(ids.device), **config,
+            **early_start(of(ids.device)), **config,
         )  # fmt: skip
         return index, position, offs
     _place_kernel[(chunks,)](
@@ -355,7 +354,7 @@ def sort_by_expert(
         chunks,
         *sizes,
         BLOCK_E=bins,
-        **early(ids.device),
+        **early_start(of(ids.device)),
         **config,
     )
     return index, position, offs
