@@ -5,17 +5,16 @@ python tests/bench/packed.py            # print both
 
 import contextlib
 import csv
+import sys
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from readme import table
+
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "nv-h200-sm90-132"
 GPUS = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950")
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def how(weight: str, activation: str, arch: str) -> str:
