@@ -187,10 +187,10 @@ def check_shipped(name: str, target: str) -> list[Record]:
                 bound = arguments(op, db.parse_case(row.case), target)
                 with pretend(target) as device:
                     legal = op.is_legal(row.config, bound, device)
-            except NotImplementedError:
+                if legal:
+                    records += compile_config(op, bound, row.config, target, False, seen)
+            except NotImplementedError:  # the default has said so
                 continue
-            if legal:
-                records += compile_config(op, bound, row.config, target, False, seen)
     return records
 
 

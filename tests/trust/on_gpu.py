@@ -10,6 +10,7 @@ Inputs are made on the CPU, so that a checker sees fpk's kernels and little else
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -33,14 +34,22 @@ CASES, TIMES = 3, 1000
 failures: list[str] = []
 
 
-def arguments(op: Op, case: dict) -> dict[str, Any]:
-    return {n: v.to(DEVICE) if isinstance(v, Tensor) else v for n, v in op.inputs(**case, device="cpu").items()}
+def moved(value: Tensor, device: str) -> Tensor:
+    """On another device with strides, offset and all of the memory around it."""
+    storage = value.untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).to(device)
+    there = torch.empty(0, dtype=value.dtype, device=device)
+    return there.set_(raw.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+
+
+def arguments(op: Op, case: dict, device: str = DEVICE) -> dict[str, Any]:
+    return {n: moved(v, device) if isinstance(v, Tensor) else v for n, v in op.inputs(**case, device="cpu").items()}
 
 
 def configs(op: Op, args: dict) -> list[dict]:
-    """One for every kernel, with its work split and whole."""
+    """The one that a call would take, and one for every kernel, with its work split and whole."""
     bound, found = op.bind(**args), {}
-    for config in op.configs(**bound):
+    for config in (op.config_for(**args), *op.configs(**bound)):
         if op.is_legal(config, bound, op._device(bound)):
             parts = config.get("SPLIT_K", config.get("SPLITS", 1))
             found.setdefault((config.get("kernel"), parts > 1), config)
@@ -61,6 +70,7 @@ def launches(op: Op, compare: bool) -> int:
     for case in ample(op)[:CASES]:
         for config in configs(op, arguments(op, case)):
             args = arguments(op, case)
+            print(f"> {op.name} {config} {case}", flush=True)  # a checker's findings stand behind this line
             out = results(op, lambda config=config, **given: op.launch(**given, config=config), args)
             synchronize()
             count += 1
@@ -148,7 +158,10 @@ def main() -> int:
             print(f"{name}: not here, {error}", flush=True)
         except Exception as error:
             failures.append(name)
-            print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+            print(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:400]}", flush=True)
+            if "CUDA error" in str(error):  # nothing else would run in this process
+                print(f"{name}: the GPU is lost", flush=True)
+                os._exit(3)
     print(f"{len(failures)} ops failed: {', '.join(failures)}")
     return 1 if failures else 0
 
