@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from fpk._db_scale import DOUBT, Scaled
 from fpk._db_table import SIZES, Row, Run, parse_runs, parse_table
 from fpk.device import Device
 
@@ -23,7 +24,14 @@ NEAR_LIMIT = 1.1
 # Flags of the epilogue: a call that differs from every recorded one in these alone takes their rows as near ones. All
 # others (formats, granularities, accumulation) change the loop, and a row says nothing across them.
 SOFT_FLAGS = frozenset({"bias", "zero_point", "out_dtype"})
+# Products' rows are scaled by their work (`fpk._db_scale`) before they are compared, so they reach farther: a factor of
+# 16 in N or K, of 4 in M. Hidden in turn, eight far shapes of a product cost 2 % over their best in the median (27 %
+# without scaling)
+SCALED_LIMIT = 4.1
 _NEAREST = 3  # shapes offered by the level "nearest": the closest may be illegal here
+_SCALED = 4  # shapes whose rows are scaled and compared, and how many rows of each
+_RANKS = 3
+_OFFERED = 4  # rows of them that are offered
 _MEMO_LIMIT = 16_384
 _GPU_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<product>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm_count>\d+)(-(?P<mig>.+))?")
 
@@ -97,8 +105,10 @@ class Answer(NamedTuple):
 class Table:
     """Rows of one op on one GPU, indexed by exact key and, for the nearest shape, by flags and sizes."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[Row], sm_count: int = 0) -> None:
         self.rows = list(rows)
+        self._sm_count = sm_count
+        self._scaled: dict[int, list[Scaled | None]] = {}  # by the identity of a block of `_exact`
         self._exact: dict[frozenset[Any], list[Row]] = {}
         for row in self.rows:
             self._exact.setdefault(frozenset(row.key.items()), []).append(row)
@@ -115,6 +125,30 @@ class Table:
         self._kin: dict[frozenset[Any], list[frozenset[Any]]] = {}
         for flags in sorted(self._shapes, key=lambda f: sorted(f, key=str)):
             self._kin.setdefault(_hard(flags), []).append(flags)
+
+    def scaled(self, key: Mapping[str, Any], sm_count: int) -> list[tuple[float, float, Row]]:
+        """(expected microseconds, distance, row) of configs that won nearby, the fastest expected first.
+
+        A config stands once, with the row of the shape closest to `key`. [] if the op's times cannot be scaled.
+        """
+        found: list[tuple[float, int, float, Row]] = []
+        seen = set()
+        for distance, block in self.nearest(key, _SCALED):
+            if distance > SCALED_LIMIT:
+                break
+            rows = self._scaled.get(id(block))
+            if rows is None:
+                rows = self._scaled[id(block)] = [Scaled.of(row, self._sm_count or sm_count) for row in block]
+            doubt = 1 + DOUBT * distance
+            for one in rows[:_RANKS]:
+                if one is None:
+                    return []
+                if one.name not in seen:
+                    seen.add(one.name)
+                    us = one.expected_us(key["M"], key["N"], key["K"], sm_count)
+                    found.append((us * doubt, len(found), distance, one.row))
+        found.sort()
+        return [(us, distance, row) for us, _, distance, row in found[:_OFFERED]]
 
     def exact(self, key: Mapping[str, Any]) -> list[Row]:
         return self._exact.get(frozenset(key.items()), [])
@@ -180,6 +214,12 @@ def siblings(gpu: str, others: Iterable[str]) -> list[str]:
     return [other for *_, other in sorted(found)]
 
 
+def _sm_count(gpu: str) -> int:
+    """Multiprocessors of a GPU by its id; 0 if it is none."""
+    parsed = _GPU_ID.fullmatch(gpu)
+    return int(parsed["sm_count"]) if parsed else 0
+
+
 def _family(arch: str) -> str:
     """sm100 and sm103 are one, and so are sm120 and sm121; sm80 and sm89 are not (other memories, other limits)."""
     return arch[:-1] if arch.startswith("sm1") else arch
@@ -225,7 +265,7 @@ class Tables:
         """Every row a look-up would offer, in its order, that fits the device's shared memory."""
         gpu = gpu_id(device)
         found = False
-        for answer in self._of_gpu(op, key, gpu):
+        for answer in self._of_gpu(op, key, gpu, device.sm_count):
             if answer.row.shared_bytes <= device.shared_limit:
                 found = True
                 yield answer
@@ -234,11 +274,11 @@ class Tables:
         if self._gpus is None:
             self._gpus = [source.gpus() for source in self.sources]
         for other in siblings(gpu, {g for gpus in self._gpus for g in gpus}):
-            for answer in self._of_gpu(op, key, other):
+            for answer in self._of_gpu(op, key, other, device.sm_count):
                 if answer.row.shared_bytes <= device.shared_limit:
                     yield Answer("sibling", answer.row, other, answer.source, answer.distance)
 
-    def _of_gpu(self, op: str, key: Mapping[str, Any], gpu: str) -> Iterator[Answer]:
+    def _of_gpu(self, op: str, key: Mapping[str, Any], gpu: str, sm_count: int) -> Iterator[Answer]:
         tables = [(self.sources[i].name, t) for i in range(len(self.sources)) if (t := self.table(i, gpu, op))]
         exact: list[Row] = []
         for name, table in tables:
@@ -247,6 +287,14 @@ class Tables:
                 for row in exact:
                     yield Answer("exact", row, gpu, name, 0.0)
                 break
+        scaled = [(us, i, d, row) for i, (_, table) in enumerate(tables) for us, d, row in table.scaled(key, sm_count)]
+        if len(tables) > 1:
+            scaled.sort(key=lambda s: s[:2])
+        for _, i, distance, row in scaled:
+            if distance or not exact:  # at distance 0 these are the exact rows again
+                yield Answer("nearest", row, gpu, tables[i][0], distance)
+        if scaled:
+            return
         near = [(d, i, block) for i, (_, table) in enumerate(tables) for d, block in table.nearest(key)]
         if len(tables) > 1:
             near.sort(key=lambda n: n[:2])
@@ -261,7 +309,7 @@ class Tables:
         if at not in self._tables:
             text = self.sources[source].read(gpu, f"{op}.csv")
             try:
-                self._tables[at] = Table(parse_table(text)) if text else None
+                self._tables[at] = Table(parse_table(text), _sm_count(gpu)) if text else None
             except ValueError as error:
                 where = f"{self.sources[source].name}/{gpu}/{op}.csv"
                 warnings.warn(f"fpk: ignoring {where}: {error}", RuntimeWarning, stacklevel=2)

@@ -159,6 +159,43 @@ def test_what_is_far_does_not_answer():
     assert ask(tables, 64, 16384, 4096) == [] and ask(tables, 256, 4096, 4096) == []
 
 
+def product_row(m, n, k, us, rank=1, **tile):
+    return row(m, n, k, rank=rank, us=us, **dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128) | tile)
+
+
+def test_products_answer_by_work_and_not_by_distance_alone():
+    """132 SMs: 4224 columns are one wave of 33 x 4 tiles, 4352 are two; narrower tiles then win from farther away."""
+    wide = product_row(512, 4224, 4096, 20.0)
+    small = product_row(512, 2112, 4096, 11.0, BLOCK_N=64)
+    tables = db.Tables(source(wide, small))
+    first, second = ask(tables, 512, 4352, 4096)
+    assert (first.level, first.row.config["BLOCK_N"], second.row.config["BLOCK_N"]) == ("nearest", 64, 128)
+    assert first.distance > second.distance
+    assert [a.row.us for a in ask(tables, 512, 4096, 4096)] == [20.0, 11.0], "as wide as recorded: the closest answers"
+
+
+def test_expected_times_of_products():
+    table = db.Table([product_row(512, 4224, 4096, 20.0)], 132)
+
+    def us(m, n, k, sm_count=132):
+        ((expected, distance, _),) = table.scaled(dict(M=m, N=n, K=k, dtype="x"), sm_count)
+        return expected / (1 + 0.02 * distance)
+
+    assert us(512, 4224, 4096) == pytest.approx(20.0)
+    assert us(512, 4224, 8192) == pytest.approx(2 + 18 * 2), "twice the steps, one launch"
+    assert us(512, 4352, 4096) == pytest.approx(2 + 18 * 2), "a tile more than fits: two waves"
+    assert us(512, 4224, 4096, 66) == pytest.approx(2 + 18 * 2), "half the multiprocessors"
+    assert table.scaled(dict(M=64, N=4224 * 8, K=4096 * 64, dtype="x"), 132) == [], "too far to be told"
+
+
+@pytest.mark.parametrize("field", [dict(BLOCK_M=0), dict(BLOCK_N="wide"), dict(BLOCK_K=-1), dict(SPLIT_K=0.5)])
+def test_rows_that_cannot_be_scaled_answer_by_distance(field):
+    tables = db.Tables(source(product_row(64, 4096, 4096, 9.0, **field), product_row(64, 16384, 4096, 9.0)))
+    assert [a.row.key["N"] for a in ask(tables, 64, 4096, 4352)] == [4096]
+    never = db.Tables(source(product_row(64, 4096, 4096, 0.0)))
+    assert [a.level for a in ask(never, 64, 4096, 4352)] == ["nearest"]
+
+
 def test_overlays_win():
     lower = source(row(16, 64, 64, BLOCK_M=16), name="packaged")
     upper = source(row(16, 64, 64, BLOCK_M=64), name="user")

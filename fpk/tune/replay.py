@@ -122,16 +122,16 @@ def warm_seeds(times: Times, key: str, per_shape: int = 4) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _table(times: Times, ranks: int) -> db.Table:
+def _table(times: Times, ranks: int, sm_count: int = 0) -> db.Table:
     rows = []
     for key, by_config in times.items():
         for rank, (text, us) in enumerate(sorted(by_config.items(), key=lambda item: (item[1], item[0]))[:ranks], 1):
             rows.append(db.Row(json.loads(key), rank, json.loads(text), us, 0.0, 0.0, 0, "", ""))
-    return db.Table(rows)
+    return db.Table(rows, sm_count)
 
 
-def lookup_regret(times: Times, hide: str, ranks: int = 5) -> list[Regret]:
-    """Regret of the nearest recorded shape's answer when a shape's own rows are hidden.
+def lookup_regret(times: Times, hide: str, ranks: int = 4, sm_count: int = 132) -> list[Regret]:
+    """Regret of the look-up's answer from other shapes when a shape's own rows are hidden.
 
     hide: "layer" hides every M of the shape's (N, K, ...); "M" hides only the key itself, so its layer remains.
     A config that was not measured at the shape (it was not legal there) is passed over, as a look-up does.
@@ -146,8 +146,10 @@ def lookup_regret(times: Times, hide: str, ranks: int = 5) -> list[Regret]:
             if k != key and (hide == "M" or {n: v for n, v in json.loads(k).items() if n != "M"} != rest)
         }
         best = min(by_config.values())
-        near = _table(known, ranks).nearest(shape)
-        offered = [text for _, block in near for row in block if (text := canonical(row.config)) in by_config]
+        table = _table(known, ranks, sm_count)
+        rows = [row for _, _, row in table.scaled(shape, sm_count)]
+        rows = rows or [row for _, block in table.nearest(shape) for row in block]
+        offered = [text for row in rows if (text := canonical(row.config)) in by_config]
         if offered:
             result.append(Regret(key, 100 * (by_config[offered[0]] / best - 1), level="nearest"))
     return result
