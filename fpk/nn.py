@@ -11,7 +11,6 @@ The layers compose `fpk.quantize` and `fpk.mm`; they are forward only.
 
 import contextlib
 import fnmatch
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from fpk._report import LayerReport, QuantizeReport
 from fpk.api import LayerScheme, parse_layer_scheme
 from fpk.check import FLOAT_INPUTS
 from fpk.kernels.quant.amax import amax
+from fpk.methods._expressions import expression
 from fpk.methods.base import Attention, Linear, RoutedExperts
 
 __all__ = [
@@ -260,10 +260,7 @@ def _matcher(pattern: str) -> Callable[[str], object]:
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(f"quantize_.ignore: expected names, wildcards or 're:' expressions, got {pattern!r}")
     if pattern.startswith("re:"):
-        try:
-            return re.compile(pattern[3:]).match
-        except re.error as error:
-            raise ValueError(f"quantize_.ignore: {pattern!r} is no regular expression ({error})") from error
+        return expression("quantize_.ignore", pattern[3:])
     if any(c in pattern for c in "*?["):
         return lambda name: fnmatch.fnmatchcase(name, pattern)
     return lambda name: name == pattern or name.startswith(f"{pattern}.")

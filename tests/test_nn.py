@@ -155,7 +155,7 @@ def test_patterns_that_match_nothing_are_reported(device):
 def test_bad_patterns(device):
     model = small_model(device)
     for ignore, message in (
-        (["re:("], "no regular expression"),
+        (["re:("], "expected a regular expression"),
         ("lm_head", "expected a list of patterns"),
         ([""], "expected names, wildcards"),
         ([3], "expected names, wildcards"),

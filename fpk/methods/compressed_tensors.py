@@ -3,11 +3,11 @@
 Source: vllm-project/compressed-tensors, `QuantizationConfig` and `QuantizationArgs`.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fpk.methods._expressions import expression
 from fpk.methods._families import LayerSpec, SkipList, block_spec, names, unsupported
 from fpk.methods.engine import EngineConfig
 
@@ -57,7 +57,8 @@ class CompressedTensorsConfig(EngineConfig):
             if not targets:
                 raise ValueError(f"{what}.targets: expected names of layers or classes, got none")
             for target in targets:
-                _compiled(f"{what}.targets", target)
+                if target.startswith("re:"):
+                    expression(f"{what}.targets", target[3:])
             groups.append((targets, _group_spec(what, group, group.get("format") or config.get("format"))))
         if (config.get("sparsity_config") or {}).get("format", "dense") not in ("dense", None):
             sparse = unsupported(f"sparsity {config['sparsity_config']['format']}", "fpk reads no sparse weights")
@@ -86,18 +87,11 @@ def _entries(entry: str) -> list[str]:
 
 
 def _by_name(target: str, layer: str) -> bool:
-    return bool(_compiled("targets", target).match(layer)) if target.startswith("re:") else target == layer
+    return expression("targets", target[3:])(layer) if target.startswith("re:") else target == layer
 
 
 def _by_class(target: str, layer: str) -> bool:
     return target == "Linear"
-
-
-def _compiled(what: str, target: str) -> re.Pattern[str]:
-    try:
-        return re.compile(target[3:] if target.startswith("re:") else "")
-    except re.error as error:
-        raise ValueError(f"{what}: expected a regular expression, got {target!r:.80} ({error})") from error
 
 
 def _group_spec(what: str, group: Mapping[str, Any], layout: Any) -> LayerSpec:

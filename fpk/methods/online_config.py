@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fpk.methods._expressions import expression
 from fpk.methods.config import QuantizationConfig
 from fpk.methods.engine import EngineConfig
 
@@ -182,8 +183,6 @@ def _spec(slot: str, given: Any, known: Mapping[str, str]) -> str:
 
 
 def _names(pattern: str, name: str) -> bool:
-    import re
-
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+        return expression("OnlineConfig", pattern[3:])(name)
     return name == pattern or name.startswith(f"{pattern}.")

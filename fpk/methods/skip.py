@@ -1,7 +1,8 @@
 """Which layers a quantization config leaves alone: one matcher for all the ways in which skip lists are written."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
+
+from fpk.methods._expressions import expression
 
 MATCH_MODES = ("exact", "substring", "suffix")
 
@@ -61,10 +62,7 @@ def is_layer_skipped(
 
 def _matches(name: str, entry: str, mode: str) -> bool:
     if entry.startswith("re:"):
-        try:
-            return re.match(entry[3:], name) is not None
-        except re.error as error:
-            raise ValueError(f"ignored_layers: expected a regular expression, got {entry!r} ({error})") from error
+        return expression("ignored_layers", entry[3:])(name)
     if mode == "substring":
         return entry in name
     return name == entry or (mode == "suffix" and name.endswith("." + entry))
