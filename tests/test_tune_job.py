@@ -83,3 +83,16 @@ def test_thinning_keeps_the_default_and_is_fixed():
     assert thinned(candidates, 50) == candidates
     few = thinned(candidates, 10)
     assert len(few) == 10 and few[0] == candidates[0] and few == thinned(candidates, 10)
+
+
+def test_preferred_candidates_compete_first(tmp_path):
+    op = fpk.OPS[OP]
+    bound = op.bind(**op.inputs(M=16, K=512, device="cpu"))
+    found = [c for c in op.configs(**bound) if op.legal(config=c, **bound)]
+    assert thinned(found, 3, found[-2:]) == [found[0], *found[-2:]]
+    assert thinned(found, 3) != [found[0], *found[-2:]]
+    (tmp_path / "prefer.json").write_text(json.dumps({OP: found[-2:]}))
+    prefer = ["--tokens", "16", "--minutes", "5", "--prefer", str(tmp_path / "prefer.json")]
+    main(command(tmp_path, *prefer, "--max-candidates", "3", "--budget", "0"))
+    tried = {t.config for t in read_trials(tmp_path / "out" / "trials.jsonl.gz") if t.stage == "screen"}
+    assert tried == {json.dumps(c, sort_keys=True, separators=(",", ":")) for c in (found[0], *found[-2:])}

@@ -69,11 +69,16 @@ def with_variants(cases: list[dict[str, Any]], variants: str) -> list[dict[str, 
     return cases + [case | variant for variant in more for case in cases]
 
 
-def thinned(candidates: list[Config], limit: int) -> list[Config]:
-    """The default and a fixed choice of the others, in their order; the same configs at every shape that has them."""
+def thinned(candidates: list[Config], limit: int, preferred: Iterable[Config] = ()) -> list[Config]:
+    """The default, those preferred, and a fixed choice of the others, in their order.
+
+    The same configs at every shape that has them, so that shapes can be compared config by config.
+    """
     if len(candidates) <= limit:
         return candidates
-    ranks = {i: hashlib.sha256(canonical(c).encode()).digest() for i, c in enumerate(candidates) if i}
+    first = {canonical(c) for c in preferred}
+    texts = [canonical(c) for c in candidates]
+    ranks = {i: (t not in first, hashlib.sha256(t.encode()).digest()) for i, t in enumerate(texts) if i}
     return [candidates[i] for i in sorted([0, *sorted(ranks, key=ranks.__getitem__)[: limit - 1]])]
 
 
@@ -93,10 +98,12 @@ class Job:
         self.tuner: CaseTuner | None = None
         self.device: Device = of(torch.device("cuda")) if torch.cuda.is_available() else of(torch.device("cpu"))
         self.executor = arguments.executor
+        prefer = Path(arguments.prefer) if arguments.prefer else None
+        self.preferred: dict[str, list[Config]] = json.loads(prefer.read_text()) if prefer else {}
 
     def candidates(self, op: Op[..., Any], case: dict[str, Any], limit: int) -> list[Config]:
         found = legal_candidates(op, outline(op, case), self.device)
-        return thinned(found, limit) if limit else found
+        return thinned(found, limit, self.preferred.get(op.name, ())) if limit else found
 
     def compile(self, op: Op[..., Any], cases: list[dict[str, Any]], limit: int) -> None:
         """Fill triton's cache with each distinct binary once, and remember which do not compile."""
@@ -218,8 +225,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", default="", help="M,... instead of the built-in four")
     parser.add_argument("--cases", default="", help="cases instead of layers by tokens: `M=16 N=4096 K=7168;...`")
     parser.add_argument("--variants", default="", help="further arguments of each op's inputs, ;-separated")
-    parser.add_argument("--budget", type=int, default=60, help="candidates tried per case")
+    parser.add_argument("--budget", type=int, default=60, help="candidates tried per case; 0: all that compete")
     parser.add_argument("--max-candidates", type=int, default=200, help="candidates of an op that compete; 0: all")
+    parser.add_argument("--prefer", default="", help="JSON {op: [config, ...]}: these compete before any others")
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--compile-limit", type=float, default=60.0)
     parser.add_argument("--trial-limit", type=float, default=20.0)
