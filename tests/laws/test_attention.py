@@ -370,11 +370,15 @@ PLANTS = [
     Plant("kv_cache_write", "scale of the neighbouring slot", "+ inside * stride_st", ""),
     Plant("attention_decode", "padding scores 0", "present[None, :], scores, float(\"-inf\")",
           "present[None, :], scores, 0.0"),
-    Plant("attention_decode", "parts added as they are", "tl.math.exp2(tl.load(top_ptr + at) - top)", "1.0"),
+    Plant("attention_decode", "parts added as they are",
+          "tl.math.exp2(tl.load(top_ptr + at, mask=parts < splits, other=float(\"-inf\")) - top)",
+          "(parts < splits).to(tl.float32)"),
     Plant("attention_decode", "heads dealt out in turn", "heads = h * GROUP + offs_h", "heads = offs_h * H + h"),
     Plant("attention_decode", "the scale of other queries", "q_scale_ptr + h * stride_qs", "q_scale_ptr"),
     Plant("attention_decode", "steps of another scale", "quantize_fp8(p, p_scale,", "quantize_fp8(p, p_scale * 1.5,"),
-    Plant("attention_decode", "the last part is dropped", "for s in range(splits):", "for s in range(splits - 1):", 2),
+    Plant("attention_decode", "the last part is dropped", "mask=offs_s < splits", "mask=offs_s < splits - 1", 2),
+    Plant("attention_decode", "steps of whole blocks alone", "if whole < end:", "if whole < begin:"),
+    Plant("attention_decode", "places of pages of one size", "(offs_n if BLOCK_N % PAGE == 0 else position)", "offs_n"),
 ]  # fmt: skip
 
 

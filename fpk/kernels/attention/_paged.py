@@ -1,13 +1,59 @@
 """What ops on a paged KV cache share: checks of its scales, their strides, and caches for laws and benchmarks."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpk.check import expect_dtype, expect_inner_contiguous, expect_not_empty, expect_rank, expect_shape
-from fpk.formats import FP8
+from fpk.formats import FP8, decode, encode
+from fpk.op import Cost
 from fpk.samples import generator, sample, scales, strided
+
+
+def attention_reference(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
+    p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    B, heads, D = q.shape
+    pages, page, H, DV = value_cache.shape
+    table = block_table.long().clamp(0, pages - 1)
+    present = torch.arange(block_table.shape[1] * page, device=q.device) < seq_lens[:, None]  # (B, tokens)
+    k = _gather(key_cache, table, present, k_scale, key_scales)
+    v = _gather(value_cache, table, present, v_scale, value_scales)
+    fmt = FP8.get(q.dtype)
+    query = (q.float() if fmt is None else decode(q.view(torch.uint8), fmt)).reshape(B, H, heads // H, D)
+    if q_scale is not None:
+        query = query * q_scale[:, None, None]
+    scores = torch.einsum("bhgd,bnhd->bhgn", query, k)
+    scores = scores * (1 / math.sqrt(D) if softmax_scale is None else softmax_scale)
+    scores = torch.where(present[:, None, None], scores, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    if p_scale is None:
+        p = (scores - torch.where(top == float("-inf"), 0.0, top)).exp()
+    else:  # in units of p_scale below the next power of two, so that the format's steps do not depend on the maximum
+        fmt, log2e = FP8[key_cache.dtype], math.log2(math.e)
+        above = (top * log2e).ceil()
+        p = (scores * log2e - torch.where(above == float("-inf"), 0.0, above)).exp2()
+        p = decode(encode(p / p_scale, fmt), fmt)
+    total = p.sum(-1, keepdim=True)
+    out = torch.einsum("bhgn,bnhd->bhgd", p, v) / torch.where(total == 0, 1.0, total)
+    return out.reshape(B, heads, DV).to(out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16))
+
+
+def _gather(cache: Tensor, table: Tensor, present: Tensor, scale: Tensor | None, stored: Tensor | None) -> Tensor:
+    """Values (B, tokens, H, D) of the sequences' tokens as fp32, 0 beyond their ends."""
+    fmt = FP8.get(cache.dtype)
+    codes = (cache if fmt is None else cache.view(torch.uint8))[table]  # (B, pages, page, H, D)
+    value = codes.float() if fmt is None else decode(codes, fmt)
+    if stored is not None:
+        value = value * stored[table][..., None]
+    elif scale is not None:
+        value = value * scale[:, None]
+    return torch.where(present[..., None, None], value.flatten(1, 2), 0.0)
 
 
 def check_attention(
@@ -147,3 +193,25 @@ def decode_inputs(
         p_scale=torch.full((1,), 1 / 256, device=device) if "p" in fp8 else None,
         out_dtype=q_dtype if "q" in fp8 else None,
     )  # fmt: skip
+
+
+def decode_cost(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, key_scales: Tensor | None, **_: Any
+) -> Cost:
+    """Of sequences as long as the block table: their lengths are data."""
+    (B, heads, D), (page, H, DV) = q.shape, value_cache.shape[1:]
+    tokens = B * block_table.shape[1] * page
+    stored = 8 * tokens * H if key_scales is not None else 0
+    moved = tokens * H * (D + DV) * key_cache.element_size() + stored + 2 * B * heads * (D + DV)
+    return Cost(flops=2 * tokens * heads * (D + DV), bytes=moved)
+
+
+def decode_tolerance(
+    q: Tensor, key_cache: Tensor, p_scale: Tensor | None, out_dtype: torch.dtype | None, **_: Any
+) -> float:  # fmt: skip
+    """One rounding of the result, and one of every probability; FP8 ones near the middle of two codes take either."""
+    if p_scale is not None:
+        return 1e-2
+    if key_cache.dtype is torch.bfloat16:
+        return 4e-3
+    return 1e-3 if torch.float16 in (q.dtype, out_dtype) else 2.5e-3

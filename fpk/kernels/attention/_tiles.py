@@ -15,11 +15,12 @@ def code_constants(cache: Tensor, device: Device) -> dict[str, object]:
     """The constexpr arguments of `decode_tile` and `decode_pairs` for a cache.
 
     KIND is "values" (16 bits), "int8", "fp8" where the ISA converts the format, "bytes" where integers must do it, or
-    "asm": two codes an instruction, NVIDIA's from sm89 on.
+    "asm" and "int8_asm": NVIDIA's instructions for two codes, the first from sm89 on.
     """
     fmt = INT8 if INT8.dtype is cache.dtype else FP8.get(cache.dtype)
     if fmt is None or fmt is INT8:
-        kind, code = "values" if fmt is None else "int8", None
+        packed = device.vendor == "nv" and not INTERPRETING
+        kind, code = "values" if fmt is None else "int8_asm" if packed else "int8", None
     else:
         hardware = device.has_fp8_conversion(fmt.name)
         packed = device.vendor == "nv" and device.capability >= 89 and not INTERPRETING
@@ -76,6 +77,15 @@ def decode_pairs(
                 cvt.rn.f16x2.e5m2x2 $0, a; cvt.rn.f16x2.e5m2x2 $1, b; }""",
                 "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
             )  # fmt: skip
+    elif KIND == "int8_asm":
+        # the byte plus 128 as the last bits of 1024 is an fp16 of 1024 + 128 + code
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 t, h, o;
+            mov.b32 h, 0x64646464; mov.b32 o, 0x64806480; xor.b32 t, $2, 0x80808080;
+            prmt.b32 $0, t, h, 0x4240; prmt.b32 $1, t, h, 0x4341;
+            sub.rn.f16x2 $0, $0, o; sub.rn.f16x2 $1, $1, o; }""",
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     elif KIND == "int8":
         low, high = (words << 8) >> 8, words >> 8
     else:

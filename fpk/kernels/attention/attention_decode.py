@@ -23,57 +23,14 @@ from torch import Tensor
 
 from fpk.db import Config, bucket
 from fpk.device import Device, of
-from fpk.formats import E4M3FN, FP8, decode, encode
-from fpk.kernels._tile import decode_fp8, fp8_constants, quantize_fp8
-from fpk.kernels.attention._paged import check_attention, check_scales, check_table, decode_inputs, scale_strides
+from fpk.formats import E4M3FN, FP8
+from fpk.kernels._tile import after_previous, decode_fp8, early_start, fp8_constants, quantize_fp8
+from fpk.kernels.attention import _paged
+from fpk.kernels.attention._paged import check_attention, check_scales, check_table, scale_strides
 from fpk.kernels.attention._tiles import code_constants, decode_pairs, decode_tile, has_pairs, power_below
-from fpk.op import Cost, Kernel, op
+from fpk.op import Kernel, op
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def reference(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-    softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
-    p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    B, heads, D = q.shape
-    pages, page, H, DV = value_cache.shape
-    table = block_table.long().clamp(0, pages - 1)
-    present = torch.arange(block_table.shape[1] * page, device=q.device) < seq_lens[:, None]  # (B, tokens)
-    k = _gather(key_cache, table, present, k_scale, key_scales)
-    v = _gather(value_cache, table, present, v_scale, value_scales)
-    fmt = FP8.get(q.dtype)
-    query = (q.float() if fmt is None else decode(q.view(torch.uint8), fmt)).reshape(B, H, heads // H, D)
-    if q_scale is not None:
-        query = query * q_scale[:, None, None]
-    scores = torch.einsum("bhgd,bnhd->bhgn", query, k)
-    scores = scores * (1 / math.sqrt(D) if softmax_scale is None else softmax_scale)
-    scores = torch.where(present[:, None, None], scores, float("-inf"))
-    top = scores.amax(-1, keepdim=True)
-    if p_scale is None:
-        p = (scores - torch.where(top == float("-inf"), 0.0, top)).exp()
-    else:  # in units of p_scale below the next power of two, so that the format's steps do not depend on the maximum
-        fmt, log2e = FP8[key_cache.dtype], math.log2(math.e)
-        above = (top * log2e).ceil()
-        p = (scores * log2e - torch.where(above == float("-inf"), 0.0, above)).exp2()
-        p = decode(encode(p / p_scale, fmt), fmt)
-    total = p.sum(-1, keepdim=True)
-    out = torch.einsum("bhgn,bnhd->bhgd", p, v) / torch.where(total == 0, 1.0, total)
-    return out.reshape(B, heads, DV).to(out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16))
-
-
-def _gather(cache: Tensor, table: Tensor, present: Tensor, scale: Tensor | None, stored: Tensor | None) -> Tensor:
-    """Values (B, tokens, H, D) of the sequences' tokens as fp32, 0 beyond their ends."""
-    fmt = FP8.get(cache.dtype)
-    codes = (cache if fmt is None else cache.view(torch.uint8))[table]  # (B, pages, page, H, D)
-    value = codes.float() if fmt is None else decode(codes, fmt)
-    if stored is not None:
-        value = value * stored[table][..., None]
-    elif scale is not None:
-        value = value * scale[:, None]
-    return torch.where(present[..., None, None], value.flatten(1, 2), 0.0)
 
 
 def check(
@@ -87,31 +44,115 @@ def check(
     check_scales(name, key_cache, **scales)
 
 
+@triton.jit
+def _step(
+    n, end, page, q, q_odd, row_scale, top, total, acc, odd, k_base, v_base, k_stored_ptr, v_stored_ptr, p_scale_ptr,
+    stride_kp: tl.constexpr, stride_kt: tl.constexpr, stride_vp: tl.constexpr, stride_vt: tl.constexpr,
+    stride_ksp, stride_kst, stride_vsp, stride_vst,
+    D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, CODE: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, MAX: tl.constexpr,
+    HARDWARE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N tokens from n on, of these pages; with MASKED only those before `end`."""
+    PARTS: tl.constexpr = 2 if PAIRS else 1
+    ZERO: tl.constexpr = 0 if PAIRS else 0.0
+    offs_d, offs_v = tl.arange(0, BLOCK_D // PARTS), tl.arange(0, BLOCK_DV // PARTS)
+    offs_n = tl.arange(0, BLOCK_N)
+    position = n + offs_n
+    # a step that begins with a page has its tokens at the same places of pages as all others
+    inside = ((offs_n if BLOCK_N % PAGE == 0 else position) % PAGE).to(tl.int64)
+    page = page.to(tl.int64)
+    present = position < end
+    k_ptrs = k_base + (inside * stride_kt)[:, None] + offs_d[None, :] + (page * stride_kp)[:, None]
+    if MASKED:
+        k = tl.load(k_ptrs, mask=present[:, None] & (offs_d < D // PARTS)[None, :], other=ZERO)
+    elif D < BLOCK_D:
+        k = tl.load(k_ptrs, mask=(offs_d < D // PARTS)[None, :], other=ZERO)
+    else:
+        k = tl.load(k_ptrs)
+    if PAIRS:
+        k, k_odd = decode_pairs(k, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE)
+        scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))
+    else:
+        scores = tl.dot(q, tl.trans(decode_tile(k, TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)))
+    scores *= row_scale[:, None]  # [BLOCK_H, BLOCK_N]
+    if k_stored_ptr is not None:
+        k_stored = k_stored_ptr + page * stride_ksp + inside * stride_kst
+        scores *= tl.load(k_stored, mask=present, other=0.0)[None, :]
+    if MASKED:
+        scores = tl.where(present[None, :], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))  # finite: the first token of a step is present
+    if p_scale_ptr is not None:
+        higher = tl.math.ceil(higher)  # fades are powers of two then, and steps those of the format
+    p = tl.math.exp2(scores - higher[:, None])
+    fade = tl.math.exp2(top - higher)
+    total *= fade
+    if p_scale_ptr is not None:
+        p_scale = tl.load(p_scale_ptr + tl.zeros((1, 1), tl.int32))
+        p = quantize_fp8(p, p_scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
+        p = decode_fp8(p, MANTISSA, BIAS, NAN_CODE, IEEE)
+    if v_stored_ptr is not None:
+        total += tl.sum(p, axis=1)
+        v_stored = v_stored_ptr + page * stride_vsp + inside * stride_vst
+        p *= tl.load(v_stored, mask=present, other=0.0)[None, :]
+        largest = tl.maximum(tl.max(p, axis=1), 1e-30)  # a 16-bit float must hold the products
+        p /= largest[:, None]
+    rounded = p.to(TYPE)
+    if v_stored_ptr is None:
+        # the sum of what multiplies the values: rounding that many tokens share then cancels
+        total += tl.sum(rounded.to(tl.float32), axis=1)
+    v_ptrs = v_base + (inside * stride_vt)[:, None] + offs_v[None, :] + (page * stride_vp)[:, None]
+    if MASKED:
+        v = tl.load(v_ptrs, mask=present[:, None] & (offs_v < DV // PARTS)[None, :], other=ZERO)
+    elif DV < BLOCK_DV:
+        v = tl.load(v_ptrs, mask=(offs_v < DV // PARTS)[None, :], other=ZERO)
+    else:
+        v = tl.load(v_ptrs)
+    if PAIRS:
+        v, v_odd = decode_pairs(v, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE)
+    else:
+        v = decode_tile(v, TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)
+    acc *= fade[:, None]
+    odd *= fade[:, None]
+    if v_stored_ptr is not None:
+        acc += tl.dot(rounded, v) * largest[:, None]
+        if PAIRS:
+            odd += tl.dot(rounded, v_odd) * largest[:, None]
+    else:
+        acc = tl.dot(rounded, v, acc)
+        if PAIRS:
+            odd = tl.dot(rounded, v_odd, odd)
+    return higher, total, acc, odd
+
+
 @triton.jit(do_not_specialize=["capacity", "splits"])
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, k_stored_ptr, v_stored_ptr,
     q_scale_ptr, p_scale_ptr, out_ptr, top_ptr, total_ptr,
     softmax_scale, H, capacity, splits,
     stride_qb, stride_qh, stride_tb,
-    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
-    stride_ks, stride_vs, stride_qs, stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
+    stride_kp: tl.constexpr, stride_kt: tl.constexpr, stride_kh, stride_vp: tl.constexpr, stride_vt: tl.constexpr,
+    stride_vh, stride_ks, stride_vs, stride_qs, stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr, OUT: tl.constexpr,
     KIND: tl.constexpr, CODE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr,
-    IEEE: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, ONLY: tl.constexpr, PAIRS: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    IEEE: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, ONLY: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, AHEAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H query heads of one KV head over one part of one sequence; with ONLY there is one part: the result.
 
-    TYPE is what the matrix unit multiplies. PAIRS: values come as words of two codes. AHEAD: pages are looked up early.
+    TYPE is what the matrix unit multiplies. PAIRS: keys and values come as words of two codes. AHEAD: pages are looked
+    up a step early. Strides of the caches are constants, so that an address takes one instruction.
     """
     TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     PARTS: tl.constexpr = 2 if PAIRS else 1
-    pid = tl.program_id(0)
-    part = tl.program_id(1)
+    after_previous(PDL)
+    pid, part = tl.program_id(0), tl.program_id(1)
     b = (pid // (H * TILES)).to(tl.int64)
     h = (pid // TILES % H).to(tl.int64)
     offs_h = pid % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_d, offs_n, offs_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DV // PARTS)
+    offs_d, offs_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     heads = h * GROUP + offs_h  # [BLOCK_H]
     q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + offs_d[None, :]
     q = tl.load(q_ptrs, mask=(offs_h < GROUP)[:, None] & (offs_d < D)[None, :], other=0.0)
@@ -131,71 +172,46 @@ def _split_kernel(
         power, inverse = power_below(q)
         q = (q.to(tl.float32) * inverse[:, None]).to(TYPE)
         row_scale *= power
+    q_odd = q
+    if PAIRS:  # keys come as two tiles, and so do queries
+        q, q_odd = tl.split(tl.reshape(q, (BLOCK_H, BLOCK_D // 2, 2)))
 
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_DV // PARTS), tl.float32)  # of the even columns if PAIRS
     odd = tl.zeros((BLOCK_H, BLOCK_DV // PARTS), tl.float32)
     k_base, v_base = k_ptr + h * stride_kh, v_ptr + h * stride_vh
+    if k_stored_ptr is not None:
+        k_stored_ptr += h * stride_ksh
+        v_stored_ptr += h * stride_vsh
     pages = table_ptr + b * stride_tb
     coming = offs_n  # the pages of a step, if AHEAD
     if AHEAD:
         coming = tl.load(pages + (begin + offs_n) // PAGE, mask=begin + offs_n < end, other=0)
-    for n in range(begin, end, BLOCK_N):
-        position = n + offs_n
-        present = position < end
+    whole = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+    for n in range(begin, whole, BLOCK_N):
         if AHEAD:
-            page = coming.to(tl.int64)
-            coming = tl.load(pages + (position + BLOCK_N) // PAGE, mask=position + BLOCK_N < end, other=0)
+            page = coming
+            following = n + BLOCK_N + offs_n
+            coming = tl.load(pages + following // PAGE, mask=following < end, other=0)
         else:
-            page = tl.load(pages + position // PAGE, mask=present, other=0).to(tl.int64)
-        inside = (position % PAGE).to(tl.int64)
-        k_ptrs = k_base + (page * stride_kp + inside * stride_kt)[:, None] + offs_d[None, :]
-        k = tl.load(k_ptrs, mask=present[:, None] & (offs_d < D)[None, :], other=0.0)
-        k = decode_tile(k, TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)
-        scores = tl.dot(q, tl.trans(k)) * row_scale[:, None]  # [BLOCK_H, BLOCK_N]
-        if k_stored_ptr is not None:
-            k_stored = k_stored_ptr + h * stride_ksh + page * stride_ksp + inside * stride_kst
-            scores *= tl.load(k_stored, mask=present, other=0.0)[None, :]
-        scores = tl.where(present[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))  # finite: the first token of a step is present
-        if p_scale_ptr is not None:
-            higher = tl.math.ceil(higher)  # fades are powers of two then, and steps those of the format
-        p = tl.math.exp2(scores - higher[:, None])
-        fade = tl.math.exp2(top - higher)
-        top = higher
-        total *= fade
-        if p_scale_ptr is not None:
-            p_scale = tl.load(p_scale_ptr + tl.zeros((1, 1), tl.int32))
-            p = quantize_fp8(p, p_scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
-            p = decode_fp8(p, MANTISSA, BIAS, NAN_CODE, IEEE)
-        if v_stored_ptr is not None:
-            total += tl.sum(p, axis=1)
-            v_stored = v_stored_ptr + h * stride_vsh + page * stride_vsp + inside * stride_vst
-            p *= tl.load(v_stored, mask=present, other=0.0)[None, :]
-            largest = tl.maximum(tl.max(p, axis=1), 1e-30)  # a 16-bit float must hold the products
-            p /= largest[:, None]
-        rounded = p.to(TYPE)
-        if v_stored_ptr is None:
-            # the sum of what multiplies the values: rounding that many tokens share then cancels
-            total += tl.sum(rounded.to(tl.float32), axis=1)
-        v_ptrs = v_base + (page * stride_vp + inside * stride_vt)[:, None] + offs_v[None, :]
-        mask_v = present[:, None] & (offs_v < DV // PARTS)[None, :]
-        if PAIRS:
-            v = tl.load(v_ptrs, mask=mask_v, other=0)
-            v, v_odd = decode_pairs(v, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE)
-        else:
-            v = decode_tile(tl.load(v_ptrs, mask=mask_v, other=0.0), TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)
-        acc *= fade[:, None]
-        odd *= fade[:, None]
-        if v_stored_ptr is not None:
-            acc += tl.dot(rounded, v) * largest[:, None]
-            if PAIRS:
-                odd += tl.dot(rounded, v_odd) * largest[:, None]
-        else:
-            acc = tl.dot(rounded, v, acc)
-            if PAIRS:
-                odd = tl.dot(rounded, v_odd, odd)
+            page = tl.load(pages + (n + offs_n) // PAGE)
+        top, total, acc, odd = _step(
+            n, end, page, q, q_odd, row_scale, top, total, acc, odd, k_base, v_base, k_stored_ptr, v_stored_ptr,
+            p_scale_ptr, stride_kp, stride_kt, stride_vp, stride_vt, stride_ksp, stride_kst, stride_vsp, stride_vst,
+            D, DV, PAGE, TYPE, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE, MAX, HARDWARE, PAIRS, BLOCK_N, BLOCK_D,
+            BLOCK_DV, False,
+        )  # fmt: skip
+    if whole < end:
+        page = coming
+        if not AHEAD:
+            page = tl.load(pages + (whole + offs_n) // PAGE, mask=whole + offs_n < end, other=0)
+        top, total, acc, odd = _step(
+            whole, end, page, q, q_odd, row_scale, top, total, acc, odd, k_base, v_base, k_stored_ptr, v_stored_ptr,
+            p_scale_ptr, stride_kp, stride_kt, stride_vp, stride_vt, stride_ksp, stride_kst, stride_vsp, stride_vst,
+            D, DV, PAGE, TYPE, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE, MAX, HARDWARE, PAIRS, BLOCK_N, BLOCK_D,
+            BLOCK_DV, True,
+        )  # fmt: skip
     if PAIRS:
         acc = tl.reshape(tl.join(acc, odd), (BLOCK_H, BLOCK_DV))
     if v_scale_ptr is not None:
@@ -216,21 +232,28 @@ def _split_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(part_ptr, top_ptr, total_ptr, out_ptr, splits, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """The parts of one query head, added in order."""
+def _merge_kernel(
+    part_ptr, top_ptr, total_ptr, out_ptr, splits, PDL: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The parts of one query head, added BLOCK_P at a time."""
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK_DV)
-    top = tl.full((), float("-inf"), tl.float32)
-    for s in range(splits):
-        top = tl.maximum(top, tl.load(top_ptr + row * splits + s))
+    offs, offs_s = tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_S)
+    tops = tl.load(top_ptr + row * splits + offs_s, mask=offs_s < splits, other=float("-inf"))
+    top = tl.max(tops, axis=0)
     top = tl.where(top == float("-inf"), 0.0, top)  # no tokens at all
-    total = tl.zeros((), tl.float32)
+    totals = tl.load(total_ptr + row * splits + offs_s, mask=offs_s < splits, other=0.0)
+    total = tl.sum(tl.math.exp2(tops - top) * totals, axis=0)
     acc = tl.zeros((BLOCK_DV,), tl.float32)
-    for s in range(splits):
-        at = row * splits + s
-        weight = tl.math.exp2(tl.load(top_ptr + at) - top)
-        total += weight * tl.load(total_ptr + at)
-        acc += weight * tl.load(part_ptr + at * DV + offs, mask=offs < DV, other=0.0)
+    for s in range(0, splits, BLOCK_P):
+        parts = s + tl.arange(0, BLOCK_P)
+        at = row * splits + parts
+        weight = tl.math.exp2(tl.load(top_ptr + at, mask=parts < splits, other=float("-inf")) - top)
+        mask = (parts < splits)[:, None] & (offs < DV)[None, :]
+        acc += tl.sum(
+            weight[:, None] * tl.load(part_ptr + at[:, None] * DV + offs[None, :], mask=mask, other=0.0), axis=0
+        )
     out = acc / tl.where(total == 0, 1.0, total)
     tl.store(out_ptr + row * DV + offs, out.to(out_ptr.dtype.element_ty), mask=offs < DV)
 
@@ -259,7 +282,7 @@ def configs(q: Tensor, key_cache: Tensor, block_table: Tensor, **_: Any):
 
 
 def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
-    if config["PAIRS"] and not has_pairs(value_cache):
+    if config["PAIRS"] and not (has_pairs(key_cache) and has_pairs(value_cache)):
         return False
     width = triton.next_power_of_2(q.shape[-1]) + triton.next_power_of_2(value_cache.shape[-1])
     tokens, tall = config["BLOCK_N"], config["BLOCK_H"]
@@ -271,14 +294,9 @@ def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_ca
 
 
 def key_of(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    key_scales: Tensor | None,
-    p_scale: Tensor | None,
-    **_: Any,
-) -> dict[str, int | str]:
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, key_scales: Tensor | None,
+    p_scale: Tensor | None, **_: Any,
+) -> dict[str, int | str]:  # fmt: skip
     page, H = key_cache.shape[1:3]
     return dict(
         M=bucket(q.shape[0]), heads=q.shape[1], H=H, D=q.shape[2], DV=value_cache.shape[3], page=page,
@@ -287,30 +305,8 @@ def key_of(
     )  # fmt: skip
 
 
-def cost(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, key_scales: Tensor | None, **_: Any
-) -> Cost:
-    """Of sequences as long as the block table: their lengths are data."""
-    (B, heads, D), (page, H, DV) = q.shape, value_cache.shape[1:]
-    tokens = B * block_table.shape[1] * page
-    stored = 8 * tokens * H if key_scales is not None else 0
-    moved = tokens * H * (D + DV) * key_cache.element_size() + stored + 2 * B * heads * (D + DV)
-    return Cost(flops=2 * tokens * heads * (D + DV), bytes=moved)
-
-
-def tolerance(
-    q: Tensor, key_cache: Tensor, p_scale: Tensor | None, out_dtype: torch.dtype | None, **_: Any
-) -> float:  # fmt: skip
-    """One rounding of the result, and one of every probability; FP8 ones near the middle of two codes take either."""
-    if p_scale is not None:
-        return 1e-2
-    if key_cache.dtype is torch.bfloat16:
-        return 4e-3
-    return 1e-3 if torch.float16 in (q.dtype, out_dtype) else 2.5e-3
-
-
 @op(
-    reference=reference, check=check, inputs=decode_inputs, tol=tolerance,
+    reference=_paged.attention_reference, check=check, inputs=_paged.decode_inputs, tol=_paged.decode_tolerance,
     domain=dict(
         M=(0, 1, 2, 3, 5), H=(1, 2), group=(1, 3, 8, 20), D=(16, 33, 64, 80, 128), dv=(None, 24), page=(1, 3, 16),
         tokens=(1, 17, 130, 600), dtype=(*FP8, torch.int8, None), q_dtype=tuple(_TYPES),
@@ -319,7 +315,7 @@ def tolerance(
         kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset", "heads_first"),
     ),
     kernels=dict(split=Kernel(_split_kernel, matrix=True)),
-    configs=configs, legal=legal, key=key_of, cost=cost, launcher_fields=("SPLITS",),
+    configs=configs, legal=legal, key=key_of, cost=_paged.decode_cost, launcher_fields=("SPLITS",),
     cases={
         f"{model}/{name}/M={m}/tokens={tokens}": dict(
             M=m, H=kv, group=group, D=size, tokens=tokens, granularity=granularity, dtype=dtype
@@ -375,9 +371,11 @@ def attention_decode(
     constants |= {n: rounding[n] for n in ("MAX", "HARDWARE")}
     as_bytes = constants["KIND"] == "bytes"
     k, v = (c.view(torch.uint8) if as_bytes else c for c in (key_cache, value_cache))
-    v = value_cache.view(torch.int16) if config["PAIRS"] else v
+    if config["PAIRS"]:
+        k, v = key_cache.view(torch.int16), value_cache.view(torch.int16)
     config = dict(config)
     splits = config.pop("SPLITS")
+    early = early_start(of(q.device))
     part, top, total = out, None, None
     if splits > 1:
         part = torch.empty((B, heads, splits, DV), dtype=torch.float32, device=q.device)
@@ -391,8 +389,11 @@ def attention_decode(
         *scale_strides(k_scale, v_scale, key_scales, value_scales, q_scale),
         GROUP=heads // H, D=D, DV=DV, PAGE=page, ONLY=splits == 1, OUT=_TYPES[dtype],
         TYPE=tl.float16 if key_cache.element_size() == 1 else _TYPES[q.dtype], **constants,
-        BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_DV=block_dv, **config,
+        **early, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_DV=block_dv, **config,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(B * heads,)](part, top, total, out, splits, DV=DV, BLOCK_DV=block_dv, num_warps=1)
+        _merge_kernel[(B * heads,)](
+            part, top, total, out, splits, DV=DV, BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_P=min(8, triton.next_power_of_2(splits)), BLOCK_DV=block_dv, num_warps=1, **early,
+        )  # fmt: skip
     return out
