@@ -81,11 +81,33 @@ def launches(op: Op, compare: bool) -> int:
     return count
 
 
+def grown(op: Op) -> dict[str, Any]:
+    """A case of many tiles where the op's sizes allow that."""
+    case = ample(op)[0]
+    try:
+        larger = {n: 5 * v if n in op_laws.SIZES else v for n, v in case.items()}
+        op.config_for(**arguments(op, larger))
+        return larger
+    except (ValueError, NotImplementedError):
+        return case
+
+
 def repeats(op: Op) -> int:
-    """Elements that ever differed from the first call's."""
-    args = arguments(op, ample(op)[0])
+    """Launches, none of which gave other bits than the first, of every kernel with its work split and whole."""
+    case = grown(op)
+    found = configs(op, arguments(op, case))
+    for config in found:
+        print(f"> {op.name} {config} {case}", flush=True)
+        repeat(op, arguments(op, case), config)
+    return TIMES * len(found)
+
+
+def repeat(op: Op, args: dict[str, Any], config: dict[str, Any]) -> None:
+    def launch() -> list[Tensor]:
+        return tensors(results(op, lambda **given: op.launch(**given, config=config), args))
+
     written = {n: args[n].clone() for n in op.mutates if args[n] is not None}
-    first = [bits(o).clone() for o in tensors(results(op, op, args))]
+    first = [bits(o).clone() for o in launch()]
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     side, noise = torch.cuda.Stream(), torch.randn(4096, 4096, dtype=torch.bfloat16, device=DEVICE)
     for turn in range(TIMES):
@@ -93,11 +115,10 @@ def repeats(op: Op) -> int:
             with torch.cuda.stream(side):
                 noise @ noise
         for name, value in written.items():
-            args[name].view(torch.uint8).copy_(value.view(torch.uint8))
-        for o, f in zip(tensors(results(op, op, args)), first, strict=True):
+            args[name].copy_(value)
+        for o, f in zip(launch(), first, strict=True):
             wrong += (bits(o) != f).sum()
-    assert int(wrong) == 0, f"{int(wrong)} elements differ"
-    return TIMES
+    assert int(wrong) == 0, f"{int(wrong)} elements differ, {config}"
 
 
 class Model(nn.Module):

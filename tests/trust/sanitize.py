@@ -23,8 +23,9 @@ from pathlib import Path
 
 from fpk.op import OPS
 
-TOOLS = ("compare", "memcheck", "racecheck", "initcheck", "synccheck")
+TOOLS = ("compare", "repeat", "memcheck", "racecheck", "initcheck", "synccheck")
 COLUMNS = ("op", "tool", "launches", "verdict", "note", "seconds")
+VERDICTS = {"compare": "right", "repeat": "same bits"}
 QUIET = 60  # seconds without a line: it hangs
 FINDING = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|\s|Target application)(.*\S)")
 
@@ -112,10 +113,11 @@ class Share:
         self.log.close()
 
     def attempt(self) -> None:
-        what = ["compare"] if self.tool == "compare" else ["launch"]
-        command = [sys.executable, "-W", "ignore", "-m", "trust.on_gpu", *what, *self.waiting]
+        bare = self.tool in ("compare", "repeat")
+        what = self.tool if bare else "launch"
+        command = [sys.executable, "-W", "ignore", "-m", "trust.on_gpu", what, *self.waiting]
         environment = dict(os.environ)
-        if self.tool != "compare":
+        if not bare:
             command = sanitizer(self.tool) + command
             environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         process = subprocess.Popen(
@@ -159,7 +161,8 @@ class Share:
             kinds = {k: found.count(k) for k in dict.fromkeys(found)}
             verdict, said = f"{len(found)} findings", "; ".join(f"{k} x{n}" for k, n in kinds.items())[:300]
         elif re.fullmatch(r"\d+ launches", said):
-            verdict, said = "right" if self.tool == "compare" else "clean", ""
+            launches, verdict = int(said.split()[0]), VERDICTS.get(self.tool, "clean")
+            said = ""
         else:
             verdict = "not here" if said.startswith("not here") else "failed"
         note(self.out, op, self.tool, launches, verdict, said[:300], f"{seconds:.1f}")
