@@ -71,6 +71,16 @@ def test_known_trials_are_not_repeated(tmp_path):
     assert len(log.read_text().splitlines()) == screened + 2 * finals
 
 
+def test_candidates_that_got_no_memory_are_tried_again(tmp_path):
+    candidates = [config | dict(num_stages=stubs.SHORT) for config in GOOD]
+    for taken, verdict in (("1", "out_of_resources"), (None, "ok"), ("1", "ok")):
+        asked = options(candidates)
+        asked.env |= {"FPK_TEST_MEMORY_IS_TAKEN": taken}
+        store = tmp_path / "t.sqlite"
+        table = fpk.tune(OP, {"a": dict(M=16, K=512)}, options=asked, store=store, verbose=False)
+        assert set(table[table.stage == "screen"].status) == {verdict}
+
+
 SWEEP = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background inherits that it is ignored

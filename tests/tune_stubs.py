@@ -8,7 +8,7 @@ import interpreter_fixes  # noqa: F401
 from fpk.tune.executor import OpExecutor
 from fpk.tune.timing import FakeTimer
 
-HANG, ABORT, SEGFAULT, BIG, BROKEN, WRONG, UNWRITTEN, NOISY, ILLEGAL = range(900, 909)
+HANG, ABORT, SEGFAULT, BIG, BROKEN, WRONG, UNWRITTEN, NOISY, ILLEGAL, SHORT = range(900, 910)
 
 
 def us_of(config):
@@ -38,6 +38,10 @@ class Misbehaving(OpExecutor):
             os.abort()
         if kind == SEGFAULT:
             os.kill(os.getpid(), 11)
+        if kind == SHORT and os.environ.get("FPK_TEST_MEMORY_IS_TAKEN"):
+            import torch
+
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if kind == ILLEGAL:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         launcher = op.launcher

@@ -112,7 +112,9 @@ class CaseTuner:
             options.batch, prior=self._prior(same) if options.seeds else (), sizes=sizes_of(key),
             sm_count=options.device.sm_count,
         )  # fmt: skip
-        known = {t.config: t for t in self.store.trials(**same, stage="screen")}
+        # memory that somebody else had taken may be free now
+        tried = self.store.trials(**same, stage="screen")
+        known = {t.config: t for t in tried if "out of memory" not in t.detail}
         for config in candidates:
             reply = options.failures.get(binary_tag(op, case, config))
             if reply is not None and canonical(config) not in known:
