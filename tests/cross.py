@@ -206,7 +206,7 @@ def summary(records: list[Record]) -> list[dict[str, Any]]:
             spills=max(r.spills or 0 for r in found), shared=max(r.shared for r in found),
             instructions=max(r.instructions for r in found),
             matrix=" ".join(sorted({w for r in found for w in r.matrix.split()})),
-            wrong=sum(bool(r.wrong) for r in found),
+            wrong=sum(bool(r.wrong) for r in found), triton=triton.__version__,
         )
         for (op, kernel, target), found in sorted(groups.items())
     ]  # fmt: skip
