@@ -145,10 +145,10 @@ def moe_experts(
         bias13, bias2: (E, 2I) or (E, I), and (E, H), fp32, bf16 or fp16, or None; inside the router weight.
         expert_map: (experts of all ranks,) int32 or int64, the number of an expert on this rank or -1; None: all here.
         apply_router_weight_on_input: multiply the tokens by their weight instead of the outputs; top_k 1 only.
-        input_scale13, input_scale2: (1, 1) fp32 static scales of the activations, with act "fp8_tensor" or
-            "int8_tensor", or their global scales with "nvfp4"; both or neither. Their values are not checked: that
-            would wait for the device.
-        zero_point13, zero_point2: (1, 1) int32 or int8, beside the input scales of static "int8_tensor" activations.
+        input_scale13, input_scale2: (1, 1) fp32 static scales of the activations, or (E, 1, 1) for one an expert, with
+            act "fp8_tensor" or "int8_tensor", or their global scales with "nvfp4"; both or neither. Their values are
+            not checked: that would wait for the device.
+        zero_point13, zero_point2: int32 or int8 of the input scales' shapes, beside static "int8_tensor" activations.
         colsum13, colsum2: (E, 2I) or (E, I), and (E, H) int32, the sums of the weights' rows, which activations with
             zero points need; None to sum here.
         residual: (T, H) added to the sum before it is rounded, such as the output of shared experts.
@@ -182,6 +182,7 @@ def moe_experts(
     expect_zero_points(scheme, inputs)
 
     index, position, offs = OPS["sort_by_expert"](ids, E, expert_map)
+    inputs = [static.of_rows(offs, T * top_k) for static in inputs]
     on_input = weights if apply_router_weight_on_input else None
     product = dict(offs=offs, out_dtype=dtype, fast_accum=fast_accum)
     if on_input is None and _gathers(x, scheme, w13, inputs[0], T * top_k):
@@ -207,6 +208,8 @@ def _gathers(x: Weight, scheme: Scheme | None, weight: Weight, static: Static, r
     """
     if isinstance(weight, Quantized) and reads_packed(x, weight):
         return False
+    if static.by_row:
+        return False  # a token has a scale for each of its experts
     if scheme is not None and "zero_point" in scheme.outputs:
         return True  # zero points have no op that moves them
     if scheme is not None and not isinstance(x, Quantized):  # noqa: SIM102  two reasons
@@ -228,7 +231,7 @@ def _permuted(
     if not isinstance(x, Quantized):
         if scheme is None:
             return permute(x, index, top_k, weights=on_input)[0]
-        if on_input is not None or (scheme.granularity.rows < 0 and static.scale is None):
+        if on_input is not None or static.by_row or (scheme.granularity.rows < 0 and static.scale is None):
             return _quantized(permute(x, index, top_k, weights=on_input)[0], offs, scheme, weight, static)
         x = _quantized(x, None, scheme, weight, static)
     over = x.global_scale
@@ -249,10 +252,10 @@ def _activated(
     if scheme is None:
         return OPS["act_and_mul"](hidden, **parameters)
     dtype = _fp8_dtype(scheme, weight)
-    if static.scale is not None and dtype and not scheme.product:
+    if static.scale is not None and dtype and not (scheme.product or static.by_row):
         codes = OPS["act_and_mul_quantize_fp8_static"](hidden, static.scale, **parameters, dtype=dtype)
         return Quantized(codes, static.scale, scheme.name, check=False)
-    fused = _FUSED.get(scheme.quantizer)
+    fused = None if static.by_row else _FUSED.get(scheme.quantizer)
     if fused is None or scheme.options:
         return _quantized(OPS["act_and_mul"](hidden, **parameters), offs, scheme, weight, static)
     if dtype:
@@ -277,15 +280,18 @@ def _quantized(x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Weight, s
     dtype = _fp8_dtype(scheme, weight)
     options: dict[str, Any] = dict(dtype=dtype) if dtype else {}
     if "global_scale" in scheme.outputs:  # one for each token, so that no token changes another's codes
-        return quantize(
-            x, scheme, **(dict(per_token=True) if static.scale is None else dict(global_scale=static.scale))
-        )
+        second: dict[str, Any] = dict(per_token=True) if static.scale is None or static.by_row else {}
+        if static.scale is not None:
+            second["global_scale"] = static.scale
+        return quantize(x, scheme, **second)
     if static.scale is not None:
-        if options:
+        name = scheme.name.replace("_tensor", "_token") if static.by_row else scheme.name
+        options["rows"] = 1 if static.by_row else -1
+        if dtype:
             codes = OPS["quantize_fp8_static"](x, static.scale, **options)
         else:
-            codes = OPS["quantize_int8_static"](x, static.scale, static.zero_point)
-        return Quantized(codes, static.scale, scheme.name, static.zero_point, check=False)
+            codes = OPS["quantize_int8_static"](x, static.scale, static.zero_point, **options)
+        return Quantized(codes, static.scale, name, static.zero_point, check=False)
     if scheme.granularity.rows < 0 and offs is not None:
         options["num_valid_tokens"] = offs[-1:]
     return quantize(x, scheme, **options)

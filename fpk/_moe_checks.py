@@ -81,16 +81,27 @@ def activation_scheme(act: str, weights: dict[str, Weight], static: dict[str, Te
         for name, scale in static.items():
             if scale is None:
                 raise ValueError(f"moe.input_scale{name}: expected a tensor, as the other input scale, got None")
-            expect_shape(f"moe.input_scale{name}", scale, (1, 1))
+            experts = codes_of(weights["w13"]).shape[0]
+            expect_shape(f"moe.input_scale{name}", scale, (1, 1), (experts, 1, 1))
             expect_dtype(f"moe.input_scale{name}", scale, torch.float32)
     return scheme
 
 
 class Static(NamedTuple):
-    """What activations are quantized by without looking at them."""
+    """What activations are quantized by without looking at them: one value for all, or one a row."""
 
     scale: Tensor | None
     zero_point: Tensor | None
+    by_row: bool = False
+
+    def of_rows(self, offs: Tensor, rows: int) -> "Static":
+        """The values (E, 1, 1) of experts as those of their rows, (rows, 1); rows of no expert get any."""
+        if self.scale is None or self.scale.dim() == 2:
+            return self
+        order = torch.arange(rows, dtype=torch.int32, device=offs.device)
+        expert = torch.searchsorted(offs, order, right=True).clamp_(max=offs.shape[0] - 1)
+        scale, zero = (None if v is None else v.flatten()[expert, None] for v in (self.scale, self.zero_point))
+        return Static(scale, zero, True)
 
 
 def expect_zero_points(scheme: Scheme | None, inputs: list[Static]) -> None:
@@ -99,4 +110,4 @@ def expect_zero_points(scheme: Scheme | None, inputs: list[Static]) -> None:
             continue
         if static.scale is None or scheme is None or scheme.format is not INT8:
             raise ValueError(f"moe.zero_point{name}: expected None without a static int8 input scale, got a tensor")
-        expect_shape(f"moe.zero_point{name}", static.zero_point, (1, 1))
+        expect_shape(f"moe.zero_point{name}", static.zero_point, tuple(static.scale.shape))

@@ -29,12 +29,14 @@ class CompressedTensorsConfig(EngineConfig):
         groups: (targets, spec) in the order of the config.
         skips: the list of ignored layers: exact names, `re:` expressions, class names.
         notes: what the config asks for and fpk's layers do otherwise.
+        cache: the arguments of the KV cache (`kv_cache_scheme`), or None.
     """
 
     groups: list[tuple[list[str], LayerSpec]]
     skips: SkipList
     notes: list[str] = field(default_factory=list)
     name: str = "compressed-tensors"
+    cache: Mapping[str, Any] | None = None
 
     @classmethod
     def from_config(
@@ -63,7 +65,15 @@ class CompressedTensorsConfig(EngineConfig):
         if (config.get("sparsity_config") or {}).get("format", "dense") not in ("dense", None):
             sparse = unsupported(f"sparsity {config['sparsity_config']['format']}", "fpk reads no sparse weights")
             groups = [(targets, sparse) for targets, _ in groups]
-        return cls(groups, SkipList(names("quantization_config.ignore", config.get("ignore")), _entries, fused or {}))
+        skips = SkipList(names("quantization_config.ignore", config.get("ignore")), _entries, fused or {})
+        return cls(groups, skips, cache=_arguments("quantization_config", config, "kv_cache_scheme"))
+
+    def cache_refusal(self) -> str:
+        if self.cache is None:
+            return ""
+        wanted = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
+        other = [f"{k} {self.cache[k]!r}" for k, v in wanted.items() if self.cache.get(k, v) != v]
+        return ", ".join(other)
 
     def spec(self, layer: str) -> LayerSpec | None:
         """The spec of a linear layer. A target that names it goes before one that names its class."""

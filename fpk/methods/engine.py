@@ -66,7 +66,7 @@ class EngineConfig:
 
         Raises:
             ValueError: only some parts of a fused layer are skipped, or have another quantization than the others.
-            NotImplementedError: fpk has no method for the layer's schemes.
+            NotImplementedError: fpk has no method for the layer's schemes, or for the KV cache's.
         """
         from fpk.methods.base import Attention, Linear, RoutedExperts, UnquantizedLinearMethod
         from fpk.methods.kv_cache import Fp8KVCacheMethod
@@ -76,7 +76,15 @@ class EngineConfig:
             return UnquantizedLinearMethod() if spec is None else linear_method(spec, self.get_name())
         if isinstance(layer, RoutedExperts) or hasattr(layer, "moe_config"):
             return self.experts_method(layer, prefix)
-        return Fp8KVCacheMethod(self) if isinstance(layer, Attention) else None
+        if not isinstance(layer, Attention):
+            return None
+        if told := self.cache_refusal():
+            raise NotImplementedError(f"{prefix}: expected a KV cache of FP8 with a fixed scale a layer, got {told}")
+        return Fp8KVCacheMethod(self)
+
+    def cache_refusal(self) -> str:
+        """What the config wants the KV cache to be, if fpk cannot; "" otherwise."""
+        return ""
 
     def experts_method(self, layer: Any, prefix: str) -> Any:
         from fpk.methods.moe import UnquantizedFusedMoEMethod

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpk.check import FLOAT_INPUTS, expect_dtype, expect_shape
+from fpk.check import FLOAT_INPUTS, expect_dtype, expect_one_of, expect_shape
+from fpk.formats import scheme_of
 from fpk.methods.moe_config import Ranks
 from fpk.methods.parameter import Blocks, BlockScale, cdiv
 
 SHARDS = {"w1": 0, "w3": 1}
+SCALE_KINDS = (None, "tensor", "channel", "group", "block")
+"""What engines call the kinds of scales that their loaders know: a parameter's `quant_method`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,18 @@ class Unit:
 
     def of(self, size: int) -> int:
         return cdiv(size * self.num, self.den)
+
+
+def unit_of(scheme: str) -> Unit:
+    """Elements of a row of codes of a scheme."""
+    return {4: Unit(1, 2), 6: Unit(3, 4)}.get(scheme_of(scheme).format.bits, Unit())
+
+
+def expect_packable(what: str, scheme: str, size: int) -> None:
+    """Raise ValueError for a row of `size` codes that ends inside a byte."""
+    unit = unit_of(scheme)
+    if size * unit.num % unit.den:
+        raise ValueError(f"{what}: expected a multiple of {unit.den} for {scheme}, got {size}")
 
 
 def shard_indices(what: str, shard_id: Any, sizes: Sizes) -> tuple[int, ...]:
@@ -240,6 +255,9 @@ class WriteExpert:
         self, layer: Any, param: Tensor, loaded_weight: Tensor, weight_name: str = "", shard_id: Any = None,
         expert_id: int | None = None, return_success: bool = False,
     ) -> bool:  # fmt: skip
+        kind = getattr(param, "quant_method", None)
+        if kind not in SCALE_KINDS:
+            expect_one_of(f"{self.what}.quant_method", kind, SCALE_KINDS[1:])
         local = LocalExperts(param.shape[0], getattr(layer, "expert_map", None))
         what = f"{self.what} ({weight_name})" if weight_name else self.what
         shard = "" if shard_id is None else f", shard {shard_id}"

@@ -105,7 +105,8 @@ class Fp8ExpertsMethod(SerializedMoEMethod):
             key = f"{matrix}_{self.scale_suffix}"
             scales[matrix] = present(f"{name}.{key}", loaded[key]) * doubled
             if self.is_static:
-                made[f"{matrix}_input_scale"] = self.input_scale(layer, matrix, loaded) * doubled
+                scale = static_scale(layer, matrix, loaded, self.per_expert_input_scale)
+                made[f"{matrix}_input_scale"] = scale * doubled
         for matrix in MATRICES:
             codes = in_format(loaded[f"{matrix}_weight"], dtype)
             scale = scales[matrix]
@@ -118,9 +119,6 @@ class Fp8ExpertsMethod(SerializedMoEMethod):
             made[f"{matrix}_{self.scale_suffix}"] = scale
             made[f"{matrix}_weight"] = codes
         return made  # type: ignore[return-value]
-
-    def input_scale(self, layer: Any, matrix: str, loaded: dict[str, Tensor]) -> Tensor:
-        return static_scale(layer, matrix, loaded, self.per_expert_input_scale)
 
     @staticmethod
     def whole(blocks: Blocks, scale: Tensor) -> Tensor:

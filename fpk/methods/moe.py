@@ -70,6 +70,9 @@ class FusedMoEMethod(ABC):
 
     Attributes:
         fast_accum: let FP8 products stay in the tensor core's own accumulator; set it on the method.
+        per_expert_input_scale: where the checkpoint has a static scale of activations for each expert, keep them
+            instead of the largest; set it on the method before weights are processed. Second scales of NVFP4 are always
+            an expert's own.
     """
 
     uses_meta_device = False
@@ -84,6 +87,7 @@ class FusedMoEMethod(ABC):
     """H and I are allocated in multiples of this."""
     bias_dtype: torch.dtype | None = None
     fast_accum = False
+    per_expert_input_scale = False
 
     def __init__(self, moe: Any) -> None:
         self.moe = moe

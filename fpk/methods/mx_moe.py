@@ -13,7 +13,7 @@ from torch import Tensor
 from fpk.api import Quantized
 from fpk.check import has_fp8_units
 from fpk.formats import E4M3FN, E8M0, FP8, MX_BLOCK, NVFP4_BLOCK, scheme_of
-from fpk.methods.expert_weights import ExpertMatrix, ExpertScalar, Sizes, Unit
+from fpk.methods.expert_weights import ExpertMatrix, ExpertScalar, Sizes, Unit, expect_packable, unit_of
 from fpk.methods.fp8_moe import MATRICES, add_input_scales, input_scales, present, static_scale
 from fpk.methods.moe import ExpertWeights, SerializedMoEMethod, add_codes, set_derived
 from fpk.methods.parameter import MISSING, name_of
@@ -38,7 +38,7 @@ class PackedExpertsMethod(SerializedMoEMethod):
     Parameters:
         w13_weight, w2_weight: (E, 2I, packed H), (E, H, packed I) uint8; MXFP8 e4m3fn.
         w13_weight_scale, w2_weight_scale: (E, 2I, H / group), (E, H, I / group), uint8 or e4m3fn.
-        w13_input_scale, w2_input_scale: (E,) fp32, afterwards (). Static FP8 activations.
+        w13_input_scale, w2_input_scale: (E,) fp32, afterwards () or (E,). Static FP8 activations.
         w13_bias, w2_bias: fp32 or None.
     """
 
@@ -59,7 +59,7 @@ class PackedExpertsMethod(SerializedMoEMethod):
     @property
     def unit(self) -> Unit:
         """Elements of a row of codes."""
-        return {4: Unit(1, 2), 6: Unit(3, 4)}.get(scheme_of(self.weight).format.bits, Unit())
+        return unit_of(self.weight)
 
     def add_weights(self, layer: Any, sizes: Sizes, params_dtype: torch.dtype, attributes: dict[str, Any]) -> None:
         self.check_sizes(layer, sizes)
@@ -85,10 +85,9 @@ class PackedExpertsMethod(SerializedMoEMethod):
                 layer.register_parameter(f"{matrix}_input_scale", None)
 
     def check_sizes(self, layer: Any, sizes: Sizes) -> None:
-        what, unit = name_of(layer), self.unit
+        what = name_of(layer)
         for name, size in (("hidden_size", sizes.hidden), ("intermediate_size_per_partition", sizes.inter)):
-            if size * unit.num % unit.den:
-                raise ValueError(f"{what}.{name}: expected a multiple of {unit.den} for {self.weight}, got {size}")
+            expect_packable(f"{what}.{name}", self.weight, size)
         if sizes.ranks.size > 1 and sizes.inter % self.granule:
             raise ValueError(
                 f"{what}.intermediate_size_per_partition: expected a multiple of {self.granule} for {self.weight} "
@@ -100,7 +99,7 @@ class PackedExpertsMethod(SerializedMoEMethod):
         for matrix in MATRICES:
             expect_scales(f"{name}.{matrix}_weight_scale", loaded[f"{matrix}_weight_scale"])
             if self.is_static:
-                made[f"{matrix}_input_scale"] = static_scale(layer, matrix, loaded, False)
+                made[f"{matrix}_input_scale"] = static_scale(layer, matrix, loaded, self.per_expert_input_scale)
         for matrix in MATRICES:
             for last in (self.code_name, "weight_scale"):
                 made[f"{matrix}_{last}"] = loaded[f"{matrix}_{last}"]
@@ -194,7 +193,7 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
         w13_weight_scale_2, w2_weight_scale_2: (E, 2), (E,) fp32 multipliers.
         w13_input_scale_2, w2_input_scale_2: (E, 2), (E,) fp32 multipliers. With quantized activations.
 
-    Gate and up keep their own second scales.
+    Gate and up keep their own second scales, and experts those of their activations: of one that has two, the larger.
     """
 
     def __init__(self, moe: Any, act: str = "nvfp4") -> None:
@@ -240,8 +239,8 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
             if self.has_inputs:
                 inputs = present(f"{name}.{matrix}_{self.input_name}", loaded[f"{matrix}_{self.input_name}"])
                 made[f"{matrix}_{self.input_name}"] = inputs
-                largest = (1 / inputs if self.divides else inputs).amax().view(1, 1)
-                set_derived(layer, f"{matrix}_static_scale", largest)
+                largest = (1 / inputs if self.divides else inputs).view(sizes.experts, -1).amax(1)
+                set_derived(layer, f"{matrix}_static_scale", largest.view(-1, 1, 1))
         return made
 
     def get_fused_moe_quant_config(self, layer: Any) -> ExpertWeights:

@@ -15,7 +15,7 @@ from fpk.formats import FP8, INT8, scheme_of
 from fpk.kernels.quant.amax import amax
 from fpk.kernels.quant.quantize_fp8_static import quantize_fp8_static
 from fpk.kernels.quant.quantize_int8_static import quantize_int8_static
-from fpk.methods.expert_weights import ExpertMatrix, Sizes
+from fpk.methods.expert_weights import ExpertMatrix, Sizes, expect_packable
 from fpk.methods.loading import Loading, Streaming
 from fpk.methods.moe import ExpertWeights, FusedMoEMethod, add_expert_parameter
 from fpk.methods.online import expect_finite_scale
@@ -66,6 +66,8 @@ class OnlineMoEMethod(FusedMoEMethod):
 
     def check_sizes(self, layer: Any, sizes: Sizes) -> None:
         """Raise ValueError for sizes that the format cannot have."""
+        for name, size in (("hidden_size", sizes.hidden), ("intermediate_size_per_partition", sizes.inter)):
+            expect_packable(f"{name_of(layer)}.{name}", self.weight_scheme, size)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantize the weights unless streaming has done so.

@@ -8,6 +8,7 @@ from torch import Tensor
 from fpk.api import Quantized, mm, quantize
 from fpk.check import has_fp8_units
 from fpk.formats import FP8, scheme_of
+from fpk.methods.expert_weights import expect_packable
 from fpk.methods.online import OnlineLinearMethod
 from fpk.methods.parallel import is_row_sharded, reduce_weight_scale
 from fpk.methods.parameter import name_of
@@ -23,13 +24,24 @@ class BlockScaledOnlineLinearMethod(OnlineLinearMethod):
     weight_scheme = ""
     act: str | None = None
 
+    def create_weights(
+        self, layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        expect_packable(f"{name_of(layer)}.input_size_per_partition", self.weight_scheme, input_size_per_partition)
+        super().create_weights(
+            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
+            **extra_weight_attrs,
+        )  # fmt: skip
+        group = scheme_of(self.weight_scheme).granularity.cols
+        if is_row_sharded(layer) and input_size_per_partition % group:
+            raise ValueError(
+                f"{name_of(layer)}.input_size_per_partition: expected ranks to share K in groups of {group}, "
+                f"got {input_size_per_partition}"
+            )
+
     def quantize_weight(self, layer: Any, weight: Tensor) -> dict[str, Tensor]:
         scheme = scheme_of(self.weight_scheme)
-        group = scheme.granularity.cols
-        if is_row_sharded(layer) and weight.shape[1] % group:
-            raise ValueError(
-                f"{name_of(layer)}.weight: expected ranks to share K in groups of {group}, got {weight.shape[1]}"
-            )
         made = quantize(weight, scheme)
         if made.global_scale is None:
             return {"weight": made.codes, "weight_scale": made.scale}

@@ -100,6 +100,11 @@ class QuarkConfig(EngineConfig):
     def unmatched(self) -> list[str]:
         return self.skips.unmatched()
 
+    def cache_refusal(self) -> str:
+        spec = self.kv_cache_spec or dict(dtype="fp8_e4m3", qscheme="per_tensor")
+        fits = (spec.get("dtype"), spec.get("qscheme")) == ("fp8_e4m3", "per_tensor")
+        return "" if fits and not spec.get("is_dynamic") else _told([spec])
+
     def experts_method(self, layer: Any, prefix: str) -> Any:
         """The method of an expert layer, by Quark's own specs.
 

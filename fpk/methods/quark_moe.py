@@ -69,7 +69,7 @@ class QuarkW8A8Int8MoEMethod(SerializedMoEMethod):
         w13_weight_scale, w2_weight_scale: per channel (E, 2I), (E, H) fp32, afterwards (E, 2I, 1), (E, H, 1); per
             tensor (E, 2), (E,), afterwards (E,).
         w13_weight_zero_point, w2_weight_zero_point: int8, of the scales' shape before processing.
-        w13_input_scale, w2_input_scale: (E,) fp32, afterwards (). Static activations.
+        w13_input_scale, w2_input_scale: (E,) fp32, afterwards () or (E,). Static activations.
         w13_input_zero_point, w2_input_zero_point: (E, 2), (E,) int8.
         w13_bias, w2_bias: fp32 or None.
 
@@ -138,7 +138,7 @@ class QuarkW8A8Int8MoEMethod(SerializedMoEMethod):
         return made
 
     def inputs(self, layer: Any, matrix: str, loaded: dict[str, Tensor]) -> dict[str, Tensor | None]:
-        """The static scale of all experts and their zero point, () each; None for dynamic or symmetric ones."""
+        """The static scale of all experts and its zero point, () or (E,); None for dynamic or symmetric ones."""
         zero = _unless_zero(loaded.get(f"{matrix}_input_zero_point"))
         name = f"{matrix}_input_zero_point"
         if not self.is_static:
@@ -146,15 +146,15 @@ class QuarkW8A8Int8MoEMethod(SerializedMoEMethod):
                 raise ValueError(f"{name_of(layer)}.{name}: expected zeros with dynamic activations, got others")
             return {name: None}
         if zero is None:
-            return {f"{matrix}_input_scale": static_scale(layer, matrix, loaded, False), name: None}
+            each = self.per_expert_input_scale
+            return {f"{matrix}_input_scale": static_scale(layer, matrix, loaded, each), name: None}
         scale = static_scale(layer, matrix, loaded, True)[:, None]
         zero = zero.float().view(scale.shape[0], -1)
-        low, high = (scale * (-128 - zero)).amin(), (scale * (127 - zero)).amax()
-        if bool((scale == scale[0]).all() & (zero == zero[0, 0]).all()):
-            common, shift = scale[0, 0], zero[0, 0]
-        else:
-            common = (high - low) / 255
-            shift = encode_int8(-128 - low / common).float()
+        over: Any = (1,) if self.per_expert_input_scale else (0, 1)
+        low, high = (scale * (-128 - zero)).amin(over), (scale * (127 - zero)).amax(over)
+        same = (scale.amin(over) == scale.amax(over)) & (zero.amin(over) == zero.amax(over))
+        common = torch.where(same, scale.amax(over), (high - low) / 255)
+        shift = torch.where(same, zero.amax(over), encode_int8(-128 - low / common).float())
         return {f"{matrix}_input_scale": common, name: shift.to(torch.int8)}
 
     def get_fused_moe_quant_config(self, layer: Any) -> ExpertWeights:
@@ -163,7 +163,10 @@ class QuarkW8A8Int8MoEMethod(SerializedMoEMethod):
             (f"{argument}{matrix[1:]}", value)
             for matrix in MATRICES
             if (zero := layer._parameters[f"{matrix}_input_zero_point"]) is not None
-            for argument, value in (("zero_point", zero.view(1, 1)), ("colsum", getattr(layer, f"{matrix}_colsum")))
+            for argument, value in (
+                ("zero_point", zero.view((1, 1) if zero.dim() == 0 else (-1, 1, 1))),
+                ("colsum", getattr(layer, f"{matrix}_colsum")),
+            )
         )
         act = "int8_tensor" if self.is_static else "int8_token"
         return ExpertWeights(w13, w2, act, options=options, **self.biases(layer), **input_scales(layer))

@@ -206,7 +206,8 @@ def test_nvfp4_keeps_the_second_scales_of_gate_and_up():
     w13, w2 = layer.quant_method.dequantize(layer)
     assert torch.equal(w13, torch.cat([made["w1"][2], made["w3"][2]], 1)) and torch.equal(w2, made["w2"][2])
     torch.testing.assert_close(layer.w13_input_scale_2[1], torch.tensor([0.002, 0.003], device=w2.device))
-    torch.testing.assert_close(layer.w13_static_scale, torch.tensor([[0.005]], device=w2.device))
+    each = torch.arange(E, device=w2.device).view(E, 1, 1) / 1000
+    torch.testing.assert_close(layer.w13_static_scale, 0.002 + each)
     x, (weights, ids) = random_x(5, H), routed(5)
 
     def fake(scale):
@@ -214,8 +215,31 @@ def test_nvfp4_keeps_the_second_scales_of_gate_and_up():
         return lambda v: fpk.quantize(v.contiguous(), "nvfp4", global_scale=given).dequantize()
 
     out = layer.quant_method.apply(layer, x, weights, ids)
-    want = expected(x, weights, ids, w13, w2, fake(0.005), fake(0.006))
+    fakes = [(fake(0.002 + e / 1000), fake(0.003 + e / 1000)) for e in range(E)]
+    want = sum(expected(x, weights * (ids == e), ids, w13, w2, *fakes[e]).float() for e in range(E))
     assert rel_error(out, want) < 0.008 and layer.quant_method.scheme(layer) == "nvfp4:nvfp4_static"
+
+
+def test_nvfp4_experts_that_are_not_gated():
+    """One matrix instead of gate and up, one second scale an expert."""
+    layer = layer_of(nvfp4, moe=config(is_act_and_mul=False), activation="relu2_no_mul")
+    made = {n: v for n, v in mx_checkpoint("nvfp4").items() if n != "w3"}
+    assert layer.w13_weight.shape == (E, I, H // 2) and layer.w13_weight_scale_2.shape == (E, 1)
+    load_nvfp4(layer, made)
+    w13, w2 = layer.quant_method.dequantize(layer)
+    assert torch.equal(w13, made["w1"][2]) and torch.equal(w2, made["w2"][2])
+    x, (weights, ids) = random_x(5, H), routed(5)
+    want = torch.zeros(5, H, device=x.device)
+    for e in range(E):
+        fakes = [fixed_nvfp4(0.001 * (1 + e)), fixed_nvfp4(0.001 * (2 + e))]
+        hidden = (fakes[0](x) @ w13[e].T).to(x.dtype).float().relu().square().to(x.dtype)
+        y = (fakes[1](hidden) @ w2[e].T).to(x.dtype).float()
+        want += y * (weights * (ids == e)).sum(1, keepdim=True)
+    assert rel_error(layer.quant_method.apply(layer, x, weights, ids), want) < 0.008
+
+
+def fixed_nvfp4(scale):
+    return lambda v: fpk.quantize(v.contiguous(), "nvfp4", global_scale=torch.full((1, 1), scale)).dequantize()
 
 
 @pytest.mark.parametrize("family", ("modelopt", "compressed-tensors"))
