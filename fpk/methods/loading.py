@@ -146,20 +146,24 @@ class Streaming(Loading):
             raise ValueError(f"{name_of(layer)}.{name}: expected {total} elements to be loaded, got {total - count}")
 
     def finish(self, layer: nn.Module) -> None:
-        """Make the weights from what has come and quantize them."""
-        weights = {}
-        for name, template in self.templates.items():
-            weights[name] = nn.Parameter(
-                torch.empty(template.shape, dtype=template.dtype, device=self.device), requires_grad=False
-            )
-            weights[name].__dict__.update(attributes_of(template))
+        """Make the weights from what has come and quantize them. Nothing else holds them: the method lets each go."""
+        weights: dict[str, Tensor] = {}
         self.filled.clear()
         pending, self.pending = self.pending, []
-        while pending:
-            loader, loaded, args, kwargs = pending.pop(0)  # let each tensor go as soon as it is copied
-            loader.run(layer, weights[loader.name], loaded, args, kwargs)
-            del loaded
-        self.method.weights_arrived(layer, {n: w.data for n, w in weights.items()})
+        for name, template in self.templates.items():
+            data = torch.empty(template.shape, dtype=template.dtype, device=self.device)
+            weight = nn.Parameter(data, requires_grad=False)
+            weight.__dict__.update(attributes_of(template))
+            for _ in range(len(pending)):
+                loader, loaded, args, kwargs = pending.pop(0)  # let each tensor go as soon as it is copied
+                if loader.name == name:
+                    loader.run(layer, weight, loaded, args, kwargs)
+                else:
+                    pending.append((loader, loaded, args, kwargs))
+                del loaded
+            weights[name] = data
+            del weight, data
+        self.method.weights_arrived(layer, weights)
 
     def moved(self, device: torch.device) -> None:
         self.device = device

@@ -6,8 +6,11 @@ import pickle
 import method_table
 import pytest
 import torch
+from test_reload import Live
 from torch import nn
 
+import fpk.op
+from fpk import methods
 from fpk.check import bits
 from fpk.methods import Fp8Config, Fp8MoEMethod, MoEConfig, QuarkW8A8Int8MoEMethod
 
@@ -99,6 +102,39 @@ def test_an_engines_loader_and_layer():
     method.process_weights_after_loading(layer)
     assert layer.w13_weight_scale.tolist() == [0.5, 0.5]
     assert method.dequantize(layer)[0][1, 16:].unique().tolist() == [0.25]
+
+
+@pytest.mark.parametrize("name", [n for n in method_table.EXPERTS if n.endswith("OnlineMoEMethod")])
+def test_loading_needs_the_quantized_model_and_one_layer(name, monkeypatch):
+    """Expert by expert, as checkpoints have them; what a layer needs while it is quantized does not add up."""
+    monkeypatch.undo()  # the suite's guarded memory keeps allocations alive
+    monkeypatch.setattr(fpk.op, "INTERPRETING", False)
+    experts, H, I, count = 4, 128, 128, 12
+    layer_bytes = experts * 3 * H * I * 2
+    shapes = dict(w1=(I, H), w3=(I, H), w2=(H, I))
+    source = {n: torch.randn(s).bfloat16() for n, s in shapes.items()}
+
+    def peak(count):
+        with Live() as live:
+            layers = []
+            for _ in range(count):
+                layer = method_table.RoutedExperts(MoEConfig(experts, 2, H, I))
+                layer.quant_method = getattr(methods, name)(layer=layer)
+                layer.quant_method.create_weights(layer, experts, H, I, torch.bfloat16)
+                layers.append(layer)
+            assert live.now < layer_bytes / 8  # nothing is there before it is loaded
+            for layer in layers:
+                for e in range(experts):
+                    for shard, w in source.items():
+                        parameter = layer.w2_weight if shard == "w2" else layer.w13_weight
+                        parameter.weight_loader(parameter, w.clone(), shard, shard, e)  # the checkpoint's own memory
+                layer.quant_method.process_weights_after_loading(layer)
+            return live.peak, sum(p.nbytes for layer in layers for p in layer.parameters() if p is not None)
+
+    base, one = peak(1)
+    most, all_of_them = peak(count)
+    assert most <= base + (all_of_them - one) + layer_bytes // 8
+    assert all_of_them < 0.54 * count * layer_bytes
 
 
 def test_experts_of_a_map_that_changes():
