@@ -17,6 +17,11 @@ if not torch.cuda.is_available():
 
 import guarded
 
+if not torch.cuda.is_available():
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    guarded.watch(InterpreterBuilder)
+
 import fpk.kernels  # noqa: F401  declares every op
 
 ON_GPU = torch.cuda.is_available()

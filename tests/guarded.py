@@ -3,6 +3,9 @@
 While installed, `torch.empty`, `empty_like`, `empty_strided` and `Tensor.new_empty` return all-ones bytes: NaN in every
 float type here, so an element nobody wrote is seen. A zone of the same bytes lies behind every tensor, and `check`
 looks whether somebody wrote there, as a store without a mask does after the last row.
+
+`fenced` puts an argument between two such zones. In the interpreter nobody may even read in a zone: there `watch` looks
+at the addresses of every load, as a memory checker does on a GPU.
 """
 
 import torch
@@ -10,13 +13,16 @@ from torch import Tensor
 
 ZONE = 16384  # bytes
 KEPT = 256  # allocations that `check` looks at
+FAR = 1 << 26  # bytes: larger spans are not copied
 
 _zones: list[Tensor] = []
+_fences: list[Tensor] = []
+_outside: list[str] = []
 _empty = torch.empty
 
 
 def install(monkeypatch) -> None:
-    _zones.clear()
+    forget()
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _guarding(getattr(owner, name)))
 
@@ -24,15 +30,67 @@ def install(monkeypatch) -> None:
 def forget() -> None:
     """Drop what `check` would look at."""
     _zones.clear()
+    _fences.clear()
+    _outside.clear()
 
 
 def check() -> None:
-    """Assert that no byte behind a tensor allocated since the last check was written."""
-    zones = list(_zones)
-    _zones.clear()
+    """Assert that no byte behind a tensor allocated since the last check was written, or read where that is seen."""
+    zones, outside = list(_zones), list(_outside)
+    forget()
+    assert not outside, f"a kernel is outside its tensors: {outside[0]}"
     for zone in zones:
         written = (zone != 0xFF).nonzero()
         assert not len(written), f"a kernel wrote {len(written)} bytes behind its tensor, first at +{written[0].item()}"
+
+
+def fenced(tensor: Tensor) -> Tensor:
+    """The same elements and strides in memory that ends with them on both sides."""
+    extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    size = tensor.element_size()
+    if tensor.device.type != "cpu" or not tensor.numel() or extent * size > FAR:
+        return tensor
+    first = ZONE + tensor.data_ptr() % 16
+    raw = _empty(first + extent * size + ZONE, dtype=torch.uint8).fill_(0xFF)
+    end = first + extent * size
+    memory = _empty(0, dtype=torch.uint8)
+    memory.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (extent * size,))
+    inside = raw[first:end].copy_(memory)
+    _fences.extend((raw[:first], raw[end:]))
+    del _fences[:-KEPT]
+    return inside.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def watch(builder: type) -> None:
+    """Make the interpreter's builder look where loads, stores and atomics of a kernel go."""
+    for name, mask_at in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        setattr(builder, name, _watching(getattr(builder, name), name, mask_at))
+
+
+def _watching(original, name: str, mask_at: int):
+    def watched(self, *args, **kwargs):
+        pointers = args[1 if name == "create_atomic_rmw" else 0]
+        _look(name.removeprefix("create_"), pointers.data, args[mask_at].data)
+        return original(self, *args, **kwargs)
+
+    return watched
+
+
+def _look(what: str, pointers, mask) -> None:
+    """Is an address in a zone? The addresses' ends first: few zones lie between them."""
+    if _outside or not (_fences or _zones):
+        return
+    used = pointers[mask] if mask.shape == pointers.shape else pointers
+    if not used.size:
+        return
+    low, high = int(used.min()), int(used.max())
+    for zone in (*_fences, *_zones):
+        start = zone.data_ptr()
+        end = start + zone.numel()
+        if low < end and high >= start and bool(((used >= start) & (used < end)).any()):
+            inside = used[(used >= start) & (used < end)]
+            _outside.append(f"{what} of {inside.size} elements, {int(inside[0]) - start} bytes into a zone")
+            return
 
 
 def _guarding(allocate):

@@ -69,7 +69,8 @@ def middle(op: Op) -> dict:
 
 
 def make(op: Op, case: dict) -> dict:
-    return op.inputs(**case, device=DEVICE)
+    args = op.inputs(**case, device=DEVICE)
+    return {n: guarded.fenced(v) if isinstance(v, torch.Tensor) else v for n, v in args.items()}
 
 
 def legal_configs(op: Op, args: dict) -> list[dict]:

@@ -66,6 +66,8 @@ PLANTS = [
         "tl.load(scale_b_ptr + offs_n * stride_sb, mask=mask_n, other=0.0)[None, :]",
         "tl.load(scale_b_ptr + offs_m * stride_sb, mask=mask_m, other=0.0)[:, None]",
     ),
+    Plant("scaled_mm", "scales read past the end", "tl.load(scale_b_ptr + offs_n * stride_sb, mask=mask_n, other=0.0)",
+          "tl.load(scale_b_ptr + offs_n * stride_sb)"),
     Plant("scaled_mm", "zero point added", "acc -= zero[:, None]", "acc += zero[:, None]"),
     Plant("scaled_mm", "last row unwritten", "mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]\n    tl.store",
           "mask = (offs_m < M - 1)[:, None] & (offs_n < N)[None, :]\n    tl.store"),

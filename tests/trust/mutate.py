@@ -174,7 +174,7 @@ def attack(ops: list[Op], thorough: int) -> tuple[str, str]:
         try:
             law(op)
         except AssertionError as error:
-            how = "memory" if "behind its tensor" in str(error) else "values"
+            how = "memory" if "behind its tensor" in str(error) or "outside its" in str(error) else "values"
             return "killed", f"{op.name} {name} {how}"
         except BaseException as error:  # whatever the kernel's body raises
             return "invalid", f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
