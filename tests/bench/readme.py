@@ -165,9 +165,9 @@ def caches() -> str:
     return table(["KV cache", "perplexity, speech", "speech", "perplexity, documentation", "documentation"], rows)
 
 
-def parallel() -> str:
+def parallel(folder: str = "") -> str:
     """A row for each method; equal bits, or the largest relative difference."""
-    with open(ROOT / "results" / "parallel.csv", newline="") as f:
+    with open(ROOT / "results" / folder / "parallel.csv", newline="") as f:
         found = list(csv.DictReader(f))
     columns = list(dict.fromkeys(r["column"] for r in found))
     rows = []
@@ -175,9 +175,11 @@ def parallel() -> str:
         cells = []
         for column in columns:
             here = [r for r in found if (r["method"], r["scheme"], r["column"]) == (method, scheme, column)]
-            worst = max((float(r["difference"]) for r in here), default=None)
-            equal = all(r["equal"] == "1" for r in here)
-            cells.append("-" if worst is None else "equal" if equal else f"{worst:.0e}")
+            if not here or here[0]["equal"] == "n/a":
+                cells.append(here[0]["equal"] if here else "-")
+                continue
+            worst = max(float(r["difference"]) for r in here)
+            cells.append("equal" if all(r["equal"] == "1" for r in here) else f"{worst:.0e}")
         rows.append([f"`{method}`", f"`{scheme}`", *cells])
     return table(["layer", "weights:activations", *columns], rows)
 

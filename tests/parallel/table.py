@@ -1,13 +1,15 @@
 """The table of parallel layers: which method, by which scheme, gives on several ranks what it gives on one.
 
 python tests/parallel/table.py results/parallel.csv
+python tests/parallel/table.py results/nv-h200-sm90-132/parallel.csv --jobs 6      on two or four GPUs, under NCCL
 """
 
+import argparse
+import concurrent.futures
 import csv
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import world
 
 from fpk.parallel import Placement
 
+INVARIANT, GRAPH = "batch-invariant", "CUDA graph, changed routing"
 COLUMNS = ("TP2", "TP4", "EP2", "EP4 uneven")
 UNEVEN = Placement(((3, 1), (0, 2, 4, 9, 5), (8,), (6, 7)), 10)
 
@@ -92,14 +95,21 @@ def cells() -> list[tuple[str, str, str, str, float, str, tuple[Any, ...]]]:
 EP = 1e-3
 
 
-def results() -> dict[str, list[Any]]:
-    """The answers of four ranks to every cell, by its number."""
+def results(size: int = 4, jobs: int = 1) -> dict[str, list[Any]]:
+    """The answers of `size` ranks to every cell that they are enough for, by its number; `jobs` worlds side by side."""
     import checks
 
-    asked = [(str(i), getattr(checks, cell[5]), cell[6]) for i, cell in enumerate(cells())]
-    asked += [(name, getattr(checks, name), (ranks,)) for name, ranks in {**OTHERS, **FAULTS}.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        answers = world.run(4, asked, str(Path(folder) / "store"))
+    asked = [(str(i), getattr(checks, c[5]), c[6]) for i, c in enumerate(cells()) if placements(c[2])[0] <= size]
+    last = [(n, getattr(checks, n), (ranks,)) for n, ranks in OTHERS.items() if ranks <= size]
+    last += [(n, getattr(checks, n), (min(ranks, size),)) for n, ranks in FAULTS.items()]
+
+    def one(job: int, folder: str) -> dict[str, list[Any]]:
+        return world.run(size, asked[job::jobs] + (last if job == 0 else []), str(Path(folder) / f"store{job}"))
+
+    answers: dict[str, list[Any]] = {}
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(one, range(jobs), [folder] * jobs):
+            answers |= found
     return {n: [str(a) if isinstance(a, Exception) else a for a in given] for n, given in answers.items()}
 
 
@@ -114,25 +124,32 @@ def verdict(answers: list[Any]) -> tuple[bool, float]:
     return all(a["equal"] for a in given), max(math.nan if a["error"] != a["error"] else a["error"] for a in given)
 
 
-def engine_columns() -> dict[str, Callable[[str], bool]]:
-    """What an engine asks of every method on one device; graphs need a GPU."""
+def engine_cell(column: str, method: str) -> bool | None:
+    """What an engine asks of a method on one device; None for graphs where there is no GPU."""
+    import conftest  # noqa: F401
     import engine
     import torch
 
-    columns: dict[str, Callable[[str], bool]] = {"batch-invariant": engine.is_batch_invariant}
     if torch.cuda.is_available():
         torch.set_default_device("cuda")
-        columns["CUDA graph, changed routing"] = engine.replays_with_changed_routing
-    return columns
+    elif column == GRAPH:
+        return None
+    return engine.replays_with_changed_routing(method) if column == GRAPH else engine.is_batch_invariant(method)
 
 
-def main(path: str) -> int:
-    """Write the table; 1 if a cell is not what it should be."""
-    answers, wrong = results(), 0
+def main(path: str, jobs: int) -> int:
+    """Write the table of as many ranks as there are GPUs, or of four without; 1 if a cell is not what it should be."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    size = min(4, gpus) if gpus > 1 else 4
+    answers, wrong = results(size, jobs), 0
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["method", "scheme", "column", "what", "equal", "difference", "bound"])
         for i, (method, scheme, column, what, bound, *_) in enumerate(cells()):
+            if str(i) not in answers:
+                continue
             try:
                 equal, error = verdict(answers[str(i)])
             except AssertionError as failure:
@@ -142,16 +159,23 @@ def main(path: str) -> int:
                 wrong += 1
                 print(f"{method} {scheme} {column} {what}: {error} > {bound}")
             writer.writerow([method, scheme, column, what, int(equal), f"{error:.1e}", bound])
-        for column, check in engine_columns().items():
-            for method, (scheme, _) in {**LINEAR, **EXPERTS}.items():
-                equal = check(method)
-                wrong += not equal
-                writer.writerow([method, scheme, column, "layer", int(equal), "0.0e+00" if equal else "inf", 0.0])
+        asked = [(column, method) for column in (INVARIANT, GRAPH) for method in {**LINEAR, **EXPERTS}]
+        spawn = torch.multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(jobs, spawn) as pool:
+            found = pool.map(engine_cell, *zip(*asked, strict=True))
+        for (column, method), good in zip(asked, found, strict=True):
+            wrong += good is False
+            told = ["n/a", "n/a"] if good is None else [int(good), "0.0e+00" if good else "inf"]
+            writer.writerow([method, {**LINEAR, **EXPERTS}[method][0], column, "layer", *told, 0.0])
     for name in (*OTHERS, *FAULTS):
-        print(name, [str(answer)[:300] for answer in answers[name]])
+        print(name, [str(answer)[:300] for answer in answers.get(name, ["not asked"])])
     print(f"{wrong} cells are wrong")
     return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("csv")
+    parser.add_argument("--jobs", type=int, default=1, help="worlds and processes side by side")
+    options = parser.parse_args()
+    sys.exit(main(options.csv, options.jobs))
