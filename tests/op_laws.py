@@ -139,6 +139,38 @@ def ample(op: Op) -> list[dict]:
     return cases[len(cases) // 2 :] + cases[: len(cases) // 2][::-1]
 
 
+def heavy(tensor: torch.Tensor, at: tuple[int, ...]) -> torch.Tensor:
+    """The same but for one element, which is larger than any other: the largest code, or eight times the maximum."""
+    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    out.view(INTEGERS[tensor.element_size()]).copy_(tensor.view(INTEGERS[tensor.element_size()]))
+    if tensor.element_size() == 1:
+        limits = torch.iinfo(tensor.dtype) if tensor.dtype is torch.int8 else torch.finfo(tensor.dtype)
+        out[at] = limits.max
+    else:
+        finite = torch.nan_to_num(tensor.float(), nan=0.0, posinf=0.0, neginf=0.0).abs().max()
+        out[at] = finite * 8 if 0 < finite < 1000 else 8.0
+    return out
+
+
+def check_corners(op: Op) -> None:
+    """The first and the last element of a matrix count: one that outweighs all others is not lost."""
+    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    first = ample(op)[0] | ({"kind": "normal"} if "kind" in op.domain else {})
+    plain = first | {"layout": "contiguous"} if "contiguous" in op.domain.get("layout", ()) else first
+    for case, end in ((plain, 0), (plain, -1), (first, -1))[: 2 if plain == first else 3]:
+        for name, value in make(op, case).items():
+            if not isinstance(value, torch.Tensor) or value.dtype not in kinds or value.dim() < 2 or value.numel() < 4:
+                continue
+            if "scale" in name or name in op.mutates:
+                continue
+            args, theirs = make(op, case), make(op, case)
+            at = (end,) * value.dim()
+            args[name], theirs[name] = heavy(args[name], at), heavy(theirs[name], at)
+            out, expected = results(op, op, args), results(op, op.reference, theirs)
+            assert_close(out, expected, op.tolerance(op.bind(**args)), f"out with a heavy {name}{list(at)}")
+    guarded.check()
+
+
 def spread(tensor, dims):
     """The same values with every other element of `dims` left out of a poisoned buffer."""
     sizes = [2 * n if d in dims else n for d, n in enumerate(tensor.shape)]

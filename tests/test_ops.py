@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from op_laws import (
     any_case,
     check_config,
+    check_corners,
     check_deterministic,
     check_far_apart,
     check_reference,
@@ -56,6 +57,11 @@ def test_no_config_changes_the_result(op, launches):
 def test_every_argument_may_have_strides_or_is_refused(op):
     """Biases, offsets and scales too, which `layout` in a domain leaves alone."""
     check_strides(op)
+
+
+@every_op
+def test_every_corner_counts(op):
+    check_corners(op)
 
 
 @every_op

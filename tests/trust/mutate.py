@@ -35,6 +35,7 @@ import pytest
 from op_laws import (
     ample,
     check_config,
+    check_corners,
     check_far_apart,
     check_reference,
     check_strides,
@@ -155,7 +156,12 @@ def family(op: Op) -> None:
 
 
 LAWS = dict(
-    pairs=pairs, strides=check_strides, far_apart=check_far_apart, no_fp8_units=without_fp8_units, random=at_random
+    pairs=pairs,
+    corners=check_corners,
+    strides=check_strides,
+    far_apart=check_far_apart,
+    no_fp8_units=without_fp8_units,
+    random=at_random,
 )
 
 
