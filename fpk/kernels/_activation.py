@@ -155,6 +155,32 @@ def _gate(g, v, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def activate(
+    g, up, FORMULA: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+    PRECISE: tl.constexpr,
+):  # fmt: skip
+    """The activation of fp32 gates and ups, not rounded; up counts only if GATED."""
+    if GATED and LIMIT is not None:
+        up = clamp_to(up, -LIMIT, LIMIT)
+        if FORMULA == "silu":
+            g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if FORMULA == "relu2":
+        out = tl.where(g < 0.0, 0.0, g)
+        out = out * out
+    elif FORMULA == "gelu":
+        out = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    elif FORMULA == "gelu_tanh":
+        out = _gate(g, -1.5957691216057308 * (g + 0.044715 * g * g * g), PRECISE)  # 2 sqrt(2 / pi)
+    else:
+        out = _gate(g, -ALPHA * g, PRECISE)
+    if FORMULA == "swiglustep" and LIMIT is not None:
+        out = tl.minimum(out, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if GATED:
+        out = out * (up + BETA) if BETA != 0.0 else out * up
+    return out
+
+
+@triton.jit
 def load_activation(
     x_rows, mask_m, first, I, stride_xk,
     FORMULA: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -187,23 +213,7 @@ def load_activation(
         gate = tl.load(x_rows + cols[None, :, :] * stride_xk, mask=mask, other=0.0)
         if GATED:
             up = tl.load(x_rows + (cols + I)[None, :, :] * stride_xk, mask=mask, other=0.0).to(tl.float32)
-    g = gate.to(tl.float32)
-
-    if GATED and LIMIT is not None:
-        up = clamp_to(up, -LIMIT, LIMIT)
-        if FORMULA == "silu":
-            g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if FORMULA == "relu2":
-        out = tl.where(g < 0.0, 0.0, g)
-        out = out * out
-    elif FORMULA == "gelu":
-        out = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
-    elif FORMULA == "gelu_tanh":
-        out = _gate(g, -1.5957691216057308 * (g + 0.044715 * g * g * g), PRECISE)  # 2 sqrt(2 / pi)
-    else:
-        out = _gate(g, -ALPHA * g, PRECISE)
-    if FORMULA == "swiglustep" and LIMIT is not None:
-        out = tl.minimum(out, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if GATED:
-        out = out * (up + BETA) if BETA != 0.0 else out * up
+        else:
+            up = gate
+    out = activate(gate.to(tl.float32), up, FORMULA, GATED, ALPHA, BETA, LIMIT, PRECISE)
     return out.to(gate.dtype).to(tl.float32), mask, cols[None, :, :]
