@@ -6,6 +6,7 @@
 import contextlib
 import fcntl
 import itertools
+import math
 import mmap
 import os
 import tempfile
@@ -168,6 +169,38 @@ def check_corners(op: Op) -> None:
             args[name], theirs[name] = heavy(args[name], at), heavy(theirs[name], at)
             out, expected = results(op, op, args), results(op, op.reference, theirs)
             assert_close(out, expected, op.tolerance(op.bind(**args)), f"out with a heavy {name}{list(at)}")
+    guarded.check()
+
+
+BLOCKS = {"K": "BLOCK_K", "H": "BLOCK_K", "M": "BLOCK_M", "T": "BLOCK_M", "N": "BLOCK_N"}  # of an op's sizes
+
+
+def smallest_configs(op: Op, case: dict) -> dict[str, dict]:
+    """For each kernel, the legal config with the smallest tile."""
+    found: dict[str, dict] = {}
+    for config in legal_configs(op, make(op, case)):
+        old = found.setdefault(config.get("kernel", ""), config)
+        if math.prod(config.get(b, 1) for b in BLOCKS.values()) < math.prod(old.get(b, 1) for b in BLOCKS.values()):
+            found[config.get("kernel", "")] = config
+    return found
+
+
+def check_many_tiles(op: Op) -> None:
+    """Matrices of three tiles and more along every size that a config cuts, the last of them not whole."""
+    first = ample(op)[0] | ({"kind": "normal"} if "kind" in op.domain else {})
+    first |= {n: max(op.domain[n]) for n in ("N", "K", "H", "E") if n in op.domain}
+    for kernel, config in smallest_configs(op, first).items():
+        case = first
+        for _ in range(3):  # which configs are legal may depend on the sizes
+            larger = {n: case[n] * -(-(2 * config.get(b, 1) + 1) // case[n]) for n, b in BLOCKS.items() if case.get(n)}
+            grown = smallest_configs(op, case | larger)
+            if kernel not in grown:  # it has whole rows in one tile
+                break
+            case, config = case | larger, grown[kernel]
+        args, theirs = make(op, case), make(op, case)
+        out = results(op, lambda config=config, **given: op.launch(**given, config=config), args)
+        expected = results(op, op.reference, theirs)
+        assert_close(out, expected, op.tolerance(op.bind(**args)), f"out of {config} for {case}")
     guarded.check()
 
 

@@ -10,6 +10,7 @@ from op_laws import (
     check_corners,
     check_deterministic,
     check_far_apart,
+    check_many_tiles,
     check_reference,
     check_strides,
     check_without_fp8_units,
@@ -62,6 +63,11 @@ def test_every_argument_may_have_strides_or_is_refused(op):
 @every_op
 def test_every_corner_counts(op):
     check_corners(op)
+
+
+@every_op
+def test_matrices_of_many_tiles(op):
+    check_many_tiles(op)
 
 
 @every_op

@@ -37,6 +37,7 @@ from op_laws import (
     check_config,
     check_corners,
     check_far_apart,
+    check_many_tiles,
     check_reference,
     check_strides,
     check_without_fp8_units,
@@ -156,8 +157,9 @@ def family(op: Op) -> None:
 
 
 LAWS = dict(
+    corners=check_corners,  # quick ones first
+    tiles=check_many_tiles,
     pairs=pairs,
-    corners=check_corners,
     strides=check_strides,
     far_apart=check_far_apart,
     no_fp8_units=without_fp8_units,
