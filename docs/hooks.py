@@ -3,6 +3,7 @@
 MkDocs calls `on_config` and `on_files`. Adding an op, a scheme or a method changes the site without an edit here.
 """
 
+import csv
 import inspect
 import re
 import sys
@@ -12,10 +13,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("index.md", "guide.md", "writing-an-op.md", "database.md", "numerics.md", "benchmarks.md")
-FAMILIES = {
+TITLES = {
     "quant": "Quantizers", "pack": "Packing and layouts", "gemm": "Matrix products", "moe": "Mixture of experts",
     "attention": "Attention and KV caches",
 }  # fmt: skip
+_FOLDERS = sorted(p.parent.name for p in (ROOT / "fpk" / "kernels").glob("*/__init__.py"))
+FAMILIES = {n: TITLES.get(n, n.replace("_", " ").capitalize()) for n in [*TITLES, *_FOLDERS]}
+"""Folders of kernels and the titles of their pages; a new one has its name."""
 COMMANDS = {  # group -> (module, attribute); the others are commands of `fpk` itself
     "tune": ("fpk.cli_tune", "tune_app"), "bench": ("fpk.cli_bench", "bench_app"), "db": ("fpk.cli_db", "db_app"),
     "report": ("fpk.cli_bench", "report_app"), "inspect": ("fpk.cli_checkpoint", "inspect_app"),
@@ -247,6 +251,28 @@ def _command(command: Any, path: str, click: Any) -> list[str]:
     return [*parts, _table(("option", "what"), rows)] if rows else parts
 
 
+WHEN = {
+    "config": "Reading a config", "create": "Making a method, creating parameters", "load": "Loading a tensor",
+    "process": "Processing what was loaded", "apply": "Multiplying",
+}  # fmt: skip
+
+
+def _errors() -> str:
+    """The catalogue of errors of configs, methods and layers, from the table that its tests write."""
+    with open(ROOT / "results" / "errors.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    parts = [
+        "# Errors of methods\n",
+        "What a checkpoint, a config or a layer cannot be, when that is said and by which error; and what fpk computes "
+        "where engines refuse or compute something else. Each row is a test in `tests/methods`.\n",
+    ]
+    for when, title in WHEN.items():
+        told = [(_plain(r["condition"]), "supported" if r["outcome"] == "supported" else f"`{r['outcome']}`")
+                for r in rows if r["when"] == when]  # fmt: skip
+        parts += [f"## {title}\n", _table(("what", "outcome"), told)]
+    return "\n".join(parts)
+
+
 def _notebooks() -> str:
     """What each notebook is about, with a link to its page where it was rendered."""
     parts = [
@@ -266,5 +292,5 @@ def _notebooks() -> str:
 
 
 _PAGES: dict[str, Callable[[], str]] = {
-    "schemes": _schemes, "python": _api, "methods": _methods, "commands": _commands
+    "schemes": _schemes, "python": _api, "methods": _methods, "errors": _errors, "commands": _commands
 }  # fmt: skip
