@@ -183,11 +183,12 @@ class Case:
         H = x.shape[1]
         w13, w2 = w13[:, :, :H], w2[:, :H]
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        fake13, fake2 = (rounder(found.act, s) for s in (found.input_scale13, found.input_scale2))
         for e in range(E):
             slot, rank = (ids == e).nonzero(as_tuple=True)
             if not len(slot):
                 continue
+            scales = (s[e] if s is not None and s.dim() == 3 else s for s in (found.input_scale13, found.input_scale2))
+            fake13, fake2 = (rounder(found.act, s) for s in scales)
             hidden = (fake13(x[slot]) @ w13[e].T + found.bias13[e].float()).to(x.dtype).float()
             gate, up = (hidden[:, 0::2], hidden[:, 1::2]) if layer.activation == "swigluoai" else hidden.chunk(2, 1)
             if layer.activation == "swigluoai":
