@@ -103,3 +103,13 @@ def test_consumers_halve_one_operand(config, tile):
 @pytest.mark.parametrize(("tiles", "split"), [(200, 1), (132, 1), (64, 4), (33, 4), (16, 8), (1, 8)])
 def test_split_for(tiles, split):
     assert split_for(tiles, 132) == split
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if 0 in op.domain.get("K", ())], ids=lambda op: op.name)
+def test_descriptors_of_nothing_are_not_made(op):
+    """A sum over no columns is zero; a tensor descriptor of no elements cannot be had, so plain kernels run."""
+    by_descriptor = {"warps", "persistent", "descriptor", "gluon"}
+    with pretend("sm90") as device:
+        bound = outline(op, dict(M=256, N=512, K=0) | ({"E": 4} if "E" in op.domain else {}))
+        kernels = {c["kernel"] for c in op.configs(**bound) if op.is_legal(c, bound, device)}
+    assert not kernels & by_descriptor

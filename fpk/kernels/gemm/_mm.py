@@ -195,8 +195,8 @@ def stages_held(config: Config, device: Device) -> int:
 
 
 def fits_descriptors(*tensors: Tensor) -> bool:
-    """Can tensor descriptors read these? They want 16-byte aligned bases and rows, and at least one row."""
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.shape[0] > 0 for t in tensors)
+    """Can tensor descriptors read these? They want 16-byte aligned bases and rows, and at least one element."""
+    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.numel() > 0 for t in tensors)
 
 
 def warps_fit(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, sums: int) -> bool:

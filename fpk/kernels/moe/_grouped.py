@@ -122,7 +122,7 @@ def fits_weight_descriptor(b: Tensor) -> bool:
     """Can a tensor descriptor read the experts' matrices as one, below each other?"""
     size = b.element_size()
     together = b.shape[0] == 1 or b.stride(0) == b.shape[1] * b.stride(1)
-    return together and b.data_ptr() % 16 == 0 and b.stride(1) * size % 16 == 0 and b.shape[2] > 0
+    return together and b.data_ptr() % 16 == 0 and b.stride(1) * size % 16 == 0 and b.numel() > 0
 
 
 def fits_row_descriptor(a: Tensor) -> bool:
