@@ -120,8 +120,9 @@ def load_quantized(
         model: unquantized; best made without data, on the meta device or under `fpk.checkpoint.empty_parameters()`, so
             that memory never holds more than the quantized model. Layers that are `QuantizedLinear` already are
             replaced.
-        checkpoint: a directory with config.json and safetensors files. Dense FP8 and INT8 layers of the families fp8
-            (AutoFP8, DeepSeek and Qwen blocks, transformers), compressed-tensors, Quark, ModelOpt and fbgemm_fp8.
+        checkpoint: a directory with config.json and safetensors files. Linear layers and experts in FP8, INT8, MX formats
+            and NVFP4 of the families fp8 (AutoFP8, DeepSeek and Qwen blocks, transformers), compressed-tensors, Quark,
+            ModelOpt, fbgemm_fp8 and gpt-oss.
         device: where parameters without data are made; None is that of the model's first parameter with data, else CPU.
         fused: fused projections of the model whose parts the checkpoint has, {"qkv_proj": ["q_proj", "k_proj",
             "v_proj"]}: the parts become one layer.
@@ -133,7 +134,8 @@ def load_quantized(
     Raises:
         ValueError: a file, config or tensor that is not as it should be, codes without scale, a layer that the model
             does not have as `nn.Linear` of that shape, or (strict) missing and unused names.
-        NotImplementedError: a scheme that has no layer yet (MX, NVFP4, stacked experts); names tensor and scheme.
+        NotImplementedError: a scheme that has no layer (zero points, sparse weights, scales before the product); names
+            tensor and scheme.
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     if source.quantization is None:
