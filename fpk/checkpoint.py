@@ -121,8 +121,8 @@ def load_quantized(
             that memory never holds more than the quantized model. Layers that are `QuantizedLinear` already are
             replaced.
         checkpoint: a directory with config.json and safetensors files. Linear layers and experts in FP8, INT8, MX
-            formats and NVFP4 of the families fp8 (AutoFP8, DeepSeek and Qwen blocks, transformers), compressed-tensors, Quark,
-            ModelOpt, fbgemm_fp8 and gpt-oss.
+            formats and NVFP4 of the families fp8 (AutoFP8, DeepSeek and Qwen blocks, transformers), compressed-tensors,
+            Quark, ModelOpt, fbgemm_fp8 and gpt-oss.
         device: where parameters without data are made; None is that of the model's first parameter with data, else CPU.
         fused: fused projections of the model whose parts the checkpoint has, {"qkv_proj": ["q_proj", "k_proj",
             "v_proj"]}: the parts become one layer.
