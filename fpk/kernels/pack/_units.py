@@ -60,6 +60,37 @@ def load_unit_codes(
 
 
 @triton.jit
+def _four(x):
+    """The columns of [n, 4]. Sums along an axis that lies over lanes and warps are wrong in Triton 3.6."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _eight(x):
+    """The columns of [n, 8]."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 4, 2)))
+    first, third, fifth, seventh = _four(even)
+    second, fourth, sixth, eighth = _four(odd)
+    return first, second, third, fourth, fifth, sixth, seventh, eighth
+
+
+@triton.jit
+def _selector(code, HALF: tl.constexpr, J: tl.constexpr):
+    """A code's bits in a word of target "fp8"."""
+    return ((code & 7) << (16 * HALF + 4 * J)) | ((code >> 3) << (8 * J + 7 - 4 * HALF))
+
+
+@triton.jit
+def _second(pair, INDEX: tl.constexpr, FORMAT: tl.constexpr):
+    """Bits of a pair in a word of the second plane."""
+    TURN: tl.constexpr = (4 - 2 * INDEX) & 31 if FORMAT == "e2m3" else INDEX + INDEX // 4 * 4
+    return _rotate(pair, (32 - TURN) & 31)
+
+
+@triton.jit
 def store_unit_codes(
     planes,
     unit,
@@ -72,32 +103,29 @@ def store_unit_codes(
     MASK2: tl.constexpr,
 ):
     """The inverse of load_unit_codes."""
-    at = tl.arange(0, 1024)
     if FP8:
         codes = tl.reshape(codes, (4, 2, 8, 2, 2, 2, 4, 4))
         codes = tl.reshape(tl.permute(codes, (4, 0, 2, 6, 5, 1, 3, 7)), (1024, 8)).to(tl.uint32)
-        i = tl.arange(0, 8)[None, :]
-        half, j = (i // 4).to(tl.uint32), (i % 4).to(tl.uint32)
-        bits = ((codes & 7) << (16 * half + 4 * j)) | ((codes >> 3) << (8 * j + 7 - 4 * half))
-        word = tl.sum(bits.to(tl.int32, bitcast=True), axis=1)  # each code has bits of its own
+        a, b, c, d, e, f, g, h = _eight(codes)
+        word = _selector(a, 0, 0) | _selector(b, 0, 1) | _selector(c, 0, 2) | _selector(d, 0, 3)
+        word |= _selector(e, 1, 0) | _selector(f, 1, 1) | _selector(g, 1, 2) | _selector(h, 1, 3)
     else:
         TOP: tl.constexpr = BITS - 1
         field = ((codes >> TOP) << 15) | ((codes & ((1 << TOP) - 1)) << PLACE)
         field = tl.permute(tl.reshape(field, (4, 2, 8, 2, 2, 2, 2, 4, 2)), (4, 0, 2, 7, 5, 6, 3, 1, 8))
         low, high = tl.split(tl.reshape(field, (4096, 2)))
-        pair = tl.reshape((low | (high << 16)).to(tl.uint32, bitcast=True), (1024, 4))
-        j = tl.arange(0, 4)[None, :]
-        main = pair & 0x81C081C0
-        last = _rotate(pair & 0x80008000, 31) | _rotate(pair & 0x01800180, 3) | _rotate(pair & 0x00400040, 7)
-        bits = tl.where(j == 0, main, tl.where(j == 1, _rotate(main, 29), tl.where(j == 2, _rotate(main, 26), last)))
-        word = tl.sum(bits.to(tl.int32, bitcast=True), axis=1)
+        pair = (low | (high << 16)).to(tl.uint32, bitcast=True)
+        first, second, third, fourth = _four(tl.reshape(pair, (1024, 4)))
+        word = (first & 0x81C081C0) | _rotate(second & 0x81C081C0, 29) | _rotate(third & 0x81C081C0, 26)
+        word |= _rotate(fourth & 0x80008000, 31) | _rotate(fourth & 0x01800180, 3) | _rotate(fourth & 0x00400040, 7)
         if BITS == 6:
-            turn = _turn2(tl.arange(0, 8)[None, :], FORMAT)
-            rest = _rotate(tl.reshape(pair, (512, 8)) & (MASK2 * 0x10001), (32 - turn) & 31)
-            second = planes + units * 4096 + unit * 2048
-            more = tl.sum(rest.to(tl.int32, bitcast=True), axis=1)
-            tl.store(second.to(tl.pointer_type(tl.int32)) + tl.arange(0, 512), more)
-    tl.store((planes + unit * 4096).to(tl.pointer_type(tl.int32)) + at, word)
+            a, b, c, d, e, f, g, h = _eight(tl.reshape(pair & (MASK2 * 0x10001), (512, 8)))
+            more = _second(a, 0, FORMAT) | _second(b, 1, FORMAT) | _second(c, 2, FORMAT) | _second(d, 3, FORMAT)
+            more |= _second(e, 4, FORMAT) | _second(f, 5, FORMAT) | _second(g, 6, FORMAT) | _second(h, 7, FORMAT)
+            plane = (planes + units * 4096 + unit * 2048).to(tl.pointer_type(tl.int32))
+            tl.store(plane + tl.arange(0, 512), more.to(tl.int32, bitcast=True))
+    plane = (planes + unit * 4096).to(tl.pointer_type(tl.int32))
+    tl.store(plane + tl.arange(0, 1024), word.to(tl.int32, bitcast=True))
 
 
 @triton.jit
