@@ -8,6 +8,7 @@ offset views, M = 0 and M = 1. The reference runs on the GPU and, for a part, on
 
 import argparse
 import csv
+import math
 import sys
 import time
 
@@ -40,13 +41,15 @@ def cases(op, values: float):
     kinds = domain.get("kind", KINDS)
     dtypes = domain.get("x_dtype", (None,))
     layouts = domain.get("layout", ("contiguous",))
+    step = math.gcd(*domain.get("K", (1,)))  # packed codes want whole bytes, or whole blocks
     done, seed = 0, 0
     shapes = [(3001, 1024), (517, 7168), (64, 16384), (1, 5000), (0, 256), (1, 1), (4099, 257), (2048, 2048)]
     while done < values:
         for kind in kinds:
             for dtype in dtypes:
                 m, k = shapes[seed % len(shapes)]
-                case = variants[seed % len(variants)] | dict(M=m, K=k, kind=kind, layout=layouts[seed % len(layouts)])
+                case = variants[seed % len(variants)] | dict(M=m, K=-(-k // step) * step)
+                case |= {n: v for n, v in (("kind", kind), ("layout", layouts[seed % len(layouts)])) if n in domain}
                 if dtype is not None:
                     case["x_dtype"] = dtype
                 if "E" in domain:
