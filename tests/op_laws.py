@@ -141,14 +141,18 @@ def ample(op: Op) -> list[dict]:
 
 
 def heavy(tensor: torch.Tensor, at: tuple[int, ...]) -> torch.Tensor:
-    """The same but for one element, which is larger than any other: the largest code, or eight times the maximum."""
+    """The same but for one element, which is larger than any other: the largest code, or eight times the maximum.
+
+    Values of floats are 2^-6 of what they were: kernels may have a slow way for large ones.
+    """
     out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     out.view(INTEGERS[tensor.element_size()]).copy_(tensor.view(INTEGERS[tensor.element_size()]))
     if tensor.element_size() == 1:
         limits = torch.iinfo(tensor.dtype) if tensor.dtype is torch.int8 else torch.finfo(tensor.dtype)
         out[at] = limits.max
     else:
-        finite = torch.nan_to_num(tensor.float(), nan=0.0, posinf=0.0, neginf=0.0).abs().max()
+        out *= 2.0**-6
+        finite = torch.nan_to_num(out.float(), nan=0.0, posinf=0.0, neginf=0.0).abs().max()
         out[at] = finite * 8 if 0 < finite < 1000 else 8.0
     return out
 
