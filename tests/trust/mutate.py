@@ -6,7 +6,7 @@ Each mutant lives in a process of its own, forked from one that has imported eve
 is *killed* if a law of an op that uses the function says so (`by` names the law, or how the process died); *invalid* if
 it raises an error instead, as a wrong shape does, which nobody could ship; *open* while only the quickest law has seen
 it (`--thorough 0`; `--survivors` goes on); else it has *survived*, and a person writes the reason into the table's last
-column, where later runs keep it.
+column, where later runs keep it; and *equivalent* for the verdict, if the change cannot be seen from outside.
 """
 
 import argparse
@@ -346,12 +346,16 @@ def main() -> None:
     start = time.monotonic()
     plan = [(m, using[m.module, m.function]) for m in chosen if using[m.module, m.function]]
     for count, (mutation, verdict, by) in enumerate(verdicts(plan, args.jobs, args.thorough), 1):
-        reason = known.get(mutation.id, {}).get("reason", "") if verdict == "survived" else ""
+        old = known.get(mutation.id, {})
+        reason = old.get("reason", "") if verdict in ("survived", "open") else ""
+        if reason and old["verdict"] == "equivalent":
+            verdict = "equivalent"
         rows[mutation.id] = dict(zip(COLUMNS, (*mutation.id, verdict, by, reason), strict=True))
         what = f"{mutation.module}.{mutation.function} {mutation.rule}: {mutation.old} -> {mutation.new}"
         print(f"{count}/{len(plan)} {time.monotonic() - start:.0f}s {verdict} {by}: {what}"[:400], flush=True)
         write_table(args.out, rows.values())
-    counts = {v: sum(r["verdict"] == v for r in rows.values()) for v in ("killed", "survived", "open", "invalid")}
+    kinds = ("killed", "survived", "open", "equivalent", "invalid")
+    counts = {v: sum(r["verdict"] == v for r in rows.values()) for v in kinds}
     valid = counts["killed"] + counts["survived"]
     print(f"{counts}: {counts['killed'] / max(valid, 1):.1%} of {valid} killed")
 

@@ -8,12 +8,14 @@ logs; an op that takes its process with it costs the others nothing. `planted` s
 """
 
 import argparse
+import contextlib
 import csv
 import functools
 import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,7 +47,7 @@ int main(int argc, char **argv) {
   cudaMalloc(&p, 512);
   cudaMalloc(&out, 512);
   switch (atoi(argv[1])) {
-    case 0: beyond<<<1, 32>>>(p, 128); break;
+    case 0: beyond<<<1, 32>>>(p, 1 << 28); break;
     case 1: sum<<<1, 128>>>(p, out); break;
     case 2: race<<<1, 128>>>(out); break;
   }
@@ -60,7 +62,9 @@ write_lock = threading.Lock()
 # what the options are for: many processes that start slowly side by side, and a kernel that fails alone
 OPTIONS = {
     "--print-limit": "40", "--destroy-on-device-error": "kernel", "--launch-timeout": "120", "--max-connections": "64",
+    "--target-processes": "application-only", "--check-exit-code": "no",
 }  # fmt: skip
+PADDING = ["--padding", "4096"]  # between allocations, which otherwise lie side by side
 
 
 @functools.cache
@@ -68,7 +72,7 @@ def sanitizer(tool: str) -> list[str]:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     told = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
     known = [word for option, value in OPTIONS.items() if option in told for word in (option, value)]
-    return [program, "--tool", tool, *known]
+    return [program, "--tool", tool, *known, *(PADDING if tool == "memcheck" and "--padding" in told else [])]
 
 
 def note(out: Path, *row: object) -> None:
@@ -95,6 +99,12 @@ def planted(tool: str, out: Path) -> None:
         note(out, "a planted fault", tool, 1, "found" if found else "NOT found", "; ".join(found)[:200], 0)
 
 
+def end(process: subprocess.Popen) -> None:
+    """The checker and the program that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 class Share:
     """The ops of one process after another, each ended by the op that kills it."""
 
@@ -106,7 +116,7 @@ class Share:
         while self.waiting and time.monotonic() < self.end:
             before = len(self.waiting)
             self.attempt()
-            if len(self.waiting) == before:  # not even started
+            if len(self.waiting) == before and time.monotonic() < self.end:  # not even started
                 note(self.out, self.waiting.pop(0), self.tool, 0, "did not start", "see the log", 0)
         for op in self.waiting:
             note(self.out, op, self.tool, 0, "not reached", "", 0)
@@ -121,8 +131,9 @@ class Share:
             command = sanitizer(self.tool) + command
             environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            start_new_session=True,
+        )  # fmt: skip
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self.read, args=(process, lines), daemon=True).start()
         current, found, launches, start = "", [], 0, time.monotonic()
@@ -131,7 +142,7 @@ class Share:
             try:
                 line = lines.get(timeout=wait)
             except queue.Empty:
-                process.kill()
+                end(process)
                 if time.monotonic() >= self.end:
                     return
                 line = f"{current}: hangs" if current else None
@@ -148,7 +159,7 @@ class Share:
                 found, launches, start, current = [], 0, time.monotonic(), ""
                 if "hangs" in line or "the GPU is lost" in line:
                     break
-        process.kill()
+        end(process)
         code = process.wait()
         if found and not current:
             note(self.out, "the end", self.tool, 0, f"{len(found)} findings", "; ".join(found)[:300], 0)
