@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 import fpk
-from fpk.check import assert_close, expect_dtype, expect_rank
+from fpk.check import assert_close, expect_dtype, expect_inner_contiguous, expect_rank
 from fpk.db import Config, bucket
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, sample
@@ -51,6 +51,7 @@ def reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 def check(x: Tensor, weight: Tensor, **_):
     expect_rank("rms_norm.x", x, 2)
     expect_dtype("rms_norm.x", x, torch.float32, torch.bfloat16, torch.float16)
+    expect_inner_contiguous("rms_norm.x", x)  # the kernel takes the stride of rows only
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm.weight: expected ({x.shape[-1]},), got {tuple(weight.shape)}")
 
