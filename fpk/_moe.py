@@ -20,6 +20,7 @@ from fpk._moe_checks import (
     result_dtype,
     scheme_of_weight,
 )
+from fpk._moe_few import down, fits_few, up
 from fpk._pairs import packed_arguments, reads_packed
 from fpk.api import Quantized, quantize
 from fpk.check import expect_dtype, expect_rank, expect_shape, fp8_dtype
@@ -181,6 +182,13 @@ def moe_experts(
     ]
     expect_zero_points(scheme, inputs)
 
+    parameters = dict(activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, beta=beta, limit=limit)
+    if not apply_router_weight_on_input and fits_few(x, ids, w13, w2, scheme, inputs, dtype):
+        tokens = x if scheme is None or isinstance(x, Quantized) else _quantized(x, None, scheme, w13, inputs[0])
+        rows: Weight = up(tokens, ids, w13, bias13, expert_map, dtype, parameters)
+        if scheme is not None:
+            rows = _quantized(codes_of(rows), None, scheme, w2, inputs[1])
+        return down(rows, weights, ids, w2, bias2, expert_map, residual, residual_weight, dtype)
     index, position, offs = OPS["sort_by_expert"](ids, E, expert_map)
     inputs = [static.of_rows(offs, T * top_k) for static in inputs]
     on_input = weights if apply_router_weight_on_input else None
@@ -191,7 +199,6 @@ def moe_experts(
     else:
         rows = _permuted(x, index, top_k, offs, scheme, w13, on_input, inputs[0])
         hidden = _product(rows, w13, bias13, colsum13, **product)
-    parameters = dict(activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, beta=beta, limit=limit)
     rows = _activated(hidden, parameters, offs, scheme, w2, inputs[1])
     out = _product(rows, w2, bias2, colsum2, **product)
     return OPS["moe_unpermute"](

@@ -256,6 +256,12 @@ class Op(Generic[P, R]):
         return self._launch_on_device(bound, config, device)
 
 
+@torch.compiler.assume_constant_result  # dynamo has no context variables
+def batch_must_not_matter() -> bool:
+    """Are configs chosen for a fixed batch, so that no result depends on the batch?"""
+    return isinstance(db.active(), db.BatchInvariant)
+
+
 def op(*, reference: Callable[P, R], **parts: Any) -> Callable[[Callable[..., R]], Op[P, R]]:
     """Declare the decorated launcher as an op; `parts` are the fields of Op."""
 

@@ -210,6 +210,35 @@ def test_the_fewest_launches(launches, device):
         assert launches() - start == count, (weight, act)
 
 
+FEW = [("plain", "none", 3), ("fp8_channel", "fp8_token", 5), ("fp8_block128", "fp8_group128", 5),
+       ("fp8_channel", "none", 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weight", "act", "count"), FEW)
+def test_few_tokens_are_not_sorted(weight, act, count, launches, device, monkeypatch):
+    """A wide layer of one token: route, up, down, with two quantizers; and the same result as by all the steps."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = dict(w13=(8, 256, 512), w2=(8, 512, 128))
+    given = {n: torch.randn(s, generator=generator).bfloat16() / 8 for n, s in shapes.items()}
+    given = {n: w.to(device) if weight == "plain" else stored(w, weight) for n, w in given.items()}
+    x, logits = randn(1, 512).to(device), randn(1, 8).to(device)
+    start = launches()
+    out = fpk.moe(x, logits, **given, act=act, expert_map=torch.tensor([0, 1, 2, 3, 4, -1, 6, 5], device=device))
+    assert launches() - start == count
+    monkeypatch.setattr("fpk._moe.fits_few", lambda *_: False)
+    steps = fpk.moe(x, logits, **given, act=act, expert_map=torch.tensor([0, 1, 2, 3, 4, -1, 6, 5], device=device))
+    assert launches() - start >= 2 * count + 2
+    assert rel_error(out, steps) < (6e-3 if act == "none" else 0.02)
+
+
+def test_no_few_tokens_where_the_batch_must_not_matter(launches, device):
+    given = {n: randn(*s).to(device) / 8 for n, s in dict(w13=(8, 256, 512), w2=(8, 512, 128)).items()}
+    start = launches()
+    with fpk.batch_invariant():
+        fpk.moe(randn(1, 512).to(device), randn(1, 8).to(device), **given)
+    assert launches() - start == 6
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,31 +1,37 @@
-"""Experts of few tokens, without a matrix unit, which would mostly multiply padding: each program multiplies one row by
-some of its expert's weights.
+"""Experts of few tokens, without a matrix unit, which would mostly multiply padding: what moe_up and moe_down share.
 
 A lane reads 16 neighbouring weights at a time and sums their products before they meet a scale; columns of activations
 lie in the same lanes, so that nothing moves between threads but the last sums.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from torch import Tensor
 
-from fpk.kernels._activation import activate
-from fpk.kernels._tile import amax_key, amax_of_key, any_infinite, clamp_to, divide
+from fpk.check import (
+    FLOAT_INPUTS,
+    expect_dtype,
+    expect_fp8_matmul,
+    expect_inner_contiguous,
+    expect_near,
+    expect_not_empty,
+    expect_one_of,
+    expect_rank,
+    expect_shape,
+    expect_slots,
+)
+from fpk.formats import FP8, Granularity, expand_groups
+from fpk.samples import generator, sample, scales, strided
 
 LANE = tl.constexpr(16)
 """Columns that a lane reads at a time: scales change only between them."""
 
 
 @triton.jit
-def _start(PDL: tl.constexpr):
-    """Wait, then let the next kernel get ready: when that one starts, all that this one waited for is there."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _expert(ids_ptr, map_ptr, offs, mask, num_mapped, E):
+def local_expert(ids_ptr, map_ptr, offs, mask, num_mapped, E):
     """Local experts at these places of ids; -1 for slots that are dropped."""
     expert = tl.load(ids_ptr + offs, mask=mask, other=-1).to(tl.int64)
     if map_ptr is not None:
@@ -35,217 +41,121 @@ def _expert(ids_ptr, map_ptr, offs, mask, num_mapped, E):
 
 
 @triton.jit
-def _dots(w_ptrs, a, k, cols, K, EVEN: tl.constexpr):
-    """Sums of 16 products each: weights [..., LANES, 16] times a, which broadcasts."""
+def load_lanes(ptrs, k, cols, K, EVEN: tl.constexpr):
+    """[..., LANES, 16] from column k on, zeros from column K on; fp32."""
     if EVEN:
-        w = tl.load(w_ptrs + k)
+        value = tl.load(ptrs + k)
     else:
-        w = tl.load(w_ptrs + k, mask=cols < K - k, other=0.0)
-    return tl.sum(w.to(tl.float32) * a, axis=len(w.shape) - 1)
+        value = tl.load(ptrs + k, mask=cols < K - k, other=0.0)
+    return value.to(tl.float32)
 
 
 @triton.jit
-def _row(scale_row, bias_ptr, value, rows, mask, stride, ROWS: tl.constexpr):
+def scaled_row(value, scale_ptr, bias_ptr, rows, mask, stride, ROWS: tl.constexpr):
     """Sums times the scales of their channels, plus their biases."""
-    if scale_row is not None:
+    if scale_ptr is not None:
         channel = rows // ROWS if ROWS > 0 else rows * 0
-        value *= tl.load(scale_row + channel * stride, mask=mask, other=0.0)
+        value *= tl.load(scale_ptr + channel * stride, mask=mask, other=0.0)
     if bias_ptr is not None:
         value += tl.load(bias_ptr + rows, mask=mask, other=0.0).to(tl.float32)
     return value
 
 
-@triton.jit(do_not_specialize=["num_mapped", "E", "top_k"])
-def up_kernel(
-    a_ptr, sa_ptr, w_ptr, sw_ptr, bias_ptr, ids_ptr, map_ptr, hidden_ptr,
-    H, I, E, top_k, num_mapped,
-    stride_am, stride_sam, stride_sak, stride_we, stride_wn, stride_swe, stride_swn, stride_swk, stride_be, stride_im,
-    stride_ik,
-    PDL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, ONE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Hidden rows in the order of slots, of those that have an expert here: BLOCK_N columns of a slot.
-
-    GROUP: columns that share a scale in `a` and in the weights, -1 for all; ROWS: rows of weights that share one; ONE:
-    so do all gates of a program, and all its ups.
-    """
-    _start(PDL)
-    slot = tl.program_id(1)
-    token = (slot // top_k).to(tl.int64)
-    e = _expert(ids_ptr, map_ptr, token * stride_im + slot % top_k * stride_ik, slot >= 0, num_mapped, E)
-    if e >= 0:
-        LANES: tl.constexpr = BLOCK_K // LANE
-        lane = tl.arange(0, LANES)
-        cols = lane[None, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
-        first = tl.program_id(0) * BLOCK_N
-        offs_n = first + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < I
-        inside = tl.where(mask_n, offs_n, first)
-        step: tl.constexpr = 2 if INTERLEAVED else 1
-        up_at = first * 0 + (1 if INTERLEAVED else I)
-        g_rows = inside * step
-        w_ptrs = w_ptr + e * stride_we + g_rows.to(tl.int64)[:, None, None] * stride_wn + cols
-        a_ptrs = a_ptr + token * stride_am + cols
-        if ONE:
-            blocks, up_blocks = first * step // ROWS, (first * step + up_at) // ROWS
-        else:
-            blocks, up_blocks = (g_rows // ROWS)[:, None], ((g_rows + up_at) // ROWS)[:, None]
-        gate = tl.zeros((BLOCK_N, LANES), dtype=tl.float32)
-        up = gate
-        for k in tl.range(0, H, BLOCK_K, num_stages=DEPTH):
-            if EVEN:
-                a = tl.load(a_ptrs + k).to(tl.float32)
-            else:
-                a = tl.load(a_ptrs + k, mask=cols < H - k, other=0.0).to(tl.float32)
-            part = _dots(w_ptrs, a, k, cols, H, EVEN)
-            if GROUP > 0:
-                group = (k + lane * LANE) // GROUP
-                there = (k + lane * LANE < H)[None, :]
-                sa = tl.load(sa_ptr + token * stride_sam + group[None, :] * stride_sak, mask=there, other=0.0)
-                sw_ptrs = sw_ptr + e * stride_swe + group[None, :] * stride_swk
-                gate += part * (sa * tl.load(sw_ptrs + blocks * stride_swn, mask=there, other=0.0))
-            else:
-                gate += part
-            if GATED:
-                part = _dots(w_ptrs + up_at.to(tl.int64) * stride_wn, a, k, cols, H, EVEN)
-                if GROUP > 0:
-                    up += part * (sa * tl.load(sw_ptrs + up_blocks * stride_swn, mask=there, other=0.0))
-                else:
-                    up += part
-        g, u = tl.sum(gate, axis=1), tl.sum(up, axis=1)
-        scale_row = None
-        bias_row = bias_ptr
-        if GROUP < 0 and sw_ptr is not None:
-            scale_row = sw_ptr + e * stride_swe
-        if bias_ptr is not None:
-            bias_row = bias_ptr + e * stride_be
-        if GROUP < 0 and sa_ptr is not None:
-            scale = tl.load(sa_ptr + token * stride_sam)
-            g *= scale
-            u *= scale
-        kind: tl.constexpr = hidden_ptr.dtype.element_ty
-        g = _row(scale_row, bias_row, g, g_rows, mask_n, stride_swn, ROWS).to(kind).to(tl.float32)
-        if GATED:
-            u = _row(scale_row, bias_row, u, g_rows + up_at, mask_n, stride_swn, ROWS).to(kind).to(tl.float32)
-        out = activate(g, u, FORMULA, GATED, ALPHA, BETA, LIMIT, False)
-        tl.store(hidden_ptr + slot.to(tl.int64) * I + offs_n, out.to(kind), mask=mask_n)
+def experts_of(ids: Tensor, expert_map: Tensor | None, E: int) -> tuple[Tensor, Tensor]:
+    """(local experts, 0 for dropped slots; which are not dropped), both of ids' shape."""
+    local = ids.long()
+    if expert_map is not None:
+        known = (local >= 0) & (local < expert_map.shape[0])
+        local = torch.where(known, expert_map.long()[local.clamp(0, expert_map.shape[0] - 1)], -1)
+    here = (local >= 0) & (local < E)
+    return torch.where(here, local, 0), here
 
 
-@triton.jit
-def _quantized(x, scale, MAX: tl.constexpr, CODE: tl.constexpr):
-    """The values that FP8 codes of x under its scale stand for, the scale apart."""
-    v = divide(clamp_to(x, scale * -MAX, scale * MAX), scale)
-    odd = v != v  # triton 3.6 converts to e5m2 in pairs, and a NaN carries into its neighbour
-    return tl.where(odd, v, tl.where(odd, 0.0, v).to(CODE).to(tl.float32))
+def products(
+    a: Tensor, scale_a: Tensor | None, w: Tensor, scale: Tensor | None, bias: Tensor | None, e: Tensor, group: int,
+    block_rows: int,
+) -> Tensor:  # fmt: skip
+    """Each row of `a` times the weights of its expert e, in plain torch; fp32."""
+    rows = a.float() if scale_a is None else a.float() * expand_groups(scale_a, tuple(a.shape), 1, group)
+    value = w.float() if scale is None else w.float() * expand_groups(scale, tuple(w.shape), block_rows, group)
+    out = (value[e] @ rows[:, :, None])[:, :, 0]
+    return out if bias is None else out + bias[e].float()
 
 
-@triton.jit
-def _down_step(
-    acc, w, h_ptrs, sw_rows, k, cols, lane, I, here, row_scale, stride_swk,
-    GROUP: tl.constexpr, QMAX: tl.constexpr, MAX: tl.constexpr, CODE: tl.constexpr, SLOTS: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
-    """acc plus the products of columns k.. of hidden rows and weights w, [SLOTS, BLOCK_N, LANES, 16]."""
-    x = tl.load(h_ptrs + k, mask=here[:, None, None, None] & (cols < I - k), other=0.0).to(tl.float32)
-    if GROUP > 0:
-        WIDE: tl.constexpr = GROUP // LANE
-        amax = tl.reshape(_finite_amax(x), (SLOTS, LANES // WIDE, WIDE))
-        scale = tl.math.div_rn(tl.maximum(tl.max(amax, axis=2), 1e-10), QMAX)
-        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (SLOTS, LANES // WIDE, WIDE)), (SLOTS, LANES))
-        x = _quantized(x, scale[:, None, :, None], MAX, CODE)
-    elif CODE is not None:
-        x = _quantized(x, row_scale[:, None, None, None], MAX, CODE)
-    part = tl.sum(w.to(tl.float32) * x, axis=3)
-    if GROUP > 0:
-        at = k + lane * LANE
-        sw = tl.load(sw_rows[:, None] + (at // GROUP)[None, :] * stride_swk, mask=(at < I)[None, :], other=0.0)
-        part *= (scale * sw)[:, None, :]
-    return acc + part
+def expect_few(
+    what: str, a: Tensor, ids: Tensor, w: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, group: int,
+    block_rows: int, bias: Tensor | None, expert_map: Tensor | None, out_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Raise unless the arguments that both ops have fit, but for the number of rows of `a`."""
+    expect_rank(f"{what}.a", a, 2)
+    expect_rank(f"{what}.ids", ids, 2)
+    expect_rank(f"{what}.b", w, 3)
+    expect_one_of(f"{what}.out_dtype", out_dtype, (torch.bfloat16, torch.float16))
+    E, N, K = w.shape
+    expect_shape(f"{what}.b", w, (E, N, a.shape[1]))
+    for dim in range(3):
+        expect_not_empty(f"{what}.b", w, dim)
+    expect_not_empty(f"{what}.ids", ids, 1)
+    expect_dtype(f"{what}.ids", ids, torch.int32, torch.int64)
+    expect_slots(f"{what}.ids", ids, ids.shape[0] * ids.shape[1])
+    expect_near(f"{what}.ids", ids)
+    for name, tensor in (("a", a), ("b", w)):
+        expect_inner_contiguous(f"{what}.{name}", tensor)
+    if group not in (-1, 128):
+        raise ValueError(f"{what}.group: expected -1 or 128, got {group}")
+    expect_one_of(f"{what}.block_rows", block_rows, (-1, 1) if group < 0 else (128,))
+    if scale_a is None:
+        expect_dtype(f"{what}.a", a, torch.bfloat16, torch.float16)
+        if group > 0:
+            raise ValueError(f"{what}.group: expected -1 for activations without scales, got {group}")
+    else:
+        expect_dtype(f"{what}.a", a, *FP8)
+        expect_dtype(f"{what}.scale_a", scale_a, torch.float32)
+        expect_shape(f"{what}.scale_a", scale_a, (a.shape[0], triton.cdiv(K, group) if group > 0 else 1))
+        expect_fp8_matmul(what, a)
+    if scale_b is None:
+        if scale_a is not None:
+            raise ValueError(f"{what}.scale_b: expected a tensor beside scale_a, got None")
+        expect_dtype(f"{what}.b", w, a.dtype)
+    else:
+        expect_dtype(f"{what}.b", w, *(FP8 if scale_a is None else (a.dtype,)))
+        expect_dtype(f"{what}.scale_b", scale_b, torch.float32)
+        expect_shape(f"{what}.scale_b", scale_b, Granularity("", block_rows, group).scale_shape((E, N, K)))
+        expect_fp8_matmul(what, w)
+    if bias is not None:
+        expect_shape(f"{what}.bias", bias, (E, N))
+        expect_dtype(f"{what}.bias", bias, *FLOAT_INPUTS)
+        expect_inner_contiguous(f"{what}.bias", bias)
+    if expert_map is not None:
+        expect_rank(f"{what}.expert_map", expert_map, 1)
+        expect_not_empty(f"{what}.expert_map", expert_map, 0)
+        expect_dtype(f"{what}.expert_map", expert_map, torch.int32, torch.int64)
 
 
-@triton.jit
-def _finite_amax(x):
-    """Largest finite magnitude of a lane's columns, [SLOTS, LANES] of [SLOTS, 1, LANES, 16]."""
-    amax = tl.max(tl.abs(x), axis=3)
-    if any_infinite(amax):
-        amax = amax_of_key(tl.max(amax_key(x), axis=3))
-    return tl.max(amax, axis=1)
+def few_inputs(
+    rows: int, T: int, N: int, K: int, E: int, top_k: int, scheme: str, bias: bool, mapped: bool, dtype: torch.dtype,
+    out_dtype: torch.dtype, kind: str, layout: str, device: Any, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments that both ops have. scheme: plain, weights (their channels quantized alone), tensor, channel, block."""
+    g = generator(seed, device)
+    quantized = scheme not in ("plain", "weights")
+    group, block = (128, 128) if scheme == "block" else (-1, -1 if scheme == "tensor" else 1)
+    b = sample((E, N, K), out_dtype if scheme == "plain" else dtype, "normal", device, seed + 1)
+    a = strided(sample((rows, K), dtype if quantized else out_dtype, kind, device, seed), layout)
+    ids = torch.randint(-1 if mapped else 0, E + (2 if mapped else 0), (T, top_k), generator=g, device=device)
+    shrunk = K**-0.5 / 32  # results of about 1
+    return dict(
+        a=a, ids=ids.to(torch.int32), b=(b.float() * K**-0.5).to(out_dtype) if scheme == "plain" else b,
+        scale_a=scales((rows, triton.cdiv(K, group) if group > 0 else 1), device, seed + 7) if quantized else None,
+        scale_b=None if scheme == "plain"
+        else scales(Granularity("", block, group).scale_shape((E, N, K)), device, seed + 3) * shrunk,
+        group=group, block_rows=block,
+        bias=sample((E, N), torch.float32, "normal", device, seed + 5) if bias else None,
+        expert_map=torch.tensor([(e + 1) % E for e in range(E - 1)] + [-1], device=device) if mapped else None,
+        out_dtype=out_dtype,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_mapped", "E", "top_k"])
-def down_kernel(
-    h_ptr, w_ptr, sw_ptr, bias_ptr, ids_ptr, map_ptr, weights_ptr, residual_ptr, residual_weight_ptr, out_ptr,
-    H, I, E, top_k, num_mapped,
-    stride_we, stride_wn, stride_swe, stride_swn, stride_swk, stride_be, stride_im, stride_ik, stride_rm, stride_rk,
-    stride_xm, stride_xk, stride_xw,
-    PDL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, QMAX: tl.constexpr, MAX: tl.constexpr,
-    CODE: tl.constexpr, EVEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N columns of a token: hidden rows of all its slots, quantized here if CODE is an FP8 type, times their
-    experts' weights; weighted and summed.
-
-    Up to the wait only weights and ids are read, which were there before the kernel in front of this one began.
-    """
-    LANES: tl.constexpr = BLOCK_K // LANE
-    token = tl.program_id(1).to(tl.int64)
-    j = tl.arange(0, SLOTS)
-    e = _expert(ids_ptr, map_ptr, token * stride_im + j * stride_ik, j < top_k, num_mapped, E)
-    here = e >= 0
-    e = tl.where(here, e, 0)
-    lane = tl.arange(0, LANES)
-    cols = lane[None, None, :, None] * LANE + tl.arange(0, LANE)[None, None, None, :]
-    first = tl.program_id(0) * BLOCK_N
-    offs_n = first + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < H
-    rows = tl.where(mask_n, offs_n, first)
-    w_rows = e[:, None] * stride_we + rows.to(tl.int64)[None, :] * stride_wn
-    w_ptrs = w_ptr + w_rows[:, :, None, None] + cols
-    live = here[:, None, None, None]
-    w = tl.load(w_ptrs, mask=live & (cols < I), other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    h_ptrs = h_ptr + (token * top_k + j)[:, None, None, None] * I + cols
-    row_scale = here
-    if CODE is not None and GROUP < 0:
-        amax = tl.zeros((SLOTS, LANES), dtype=tl.float32)
-        for k in range(0, I, BLOCK_K):
-            x = tl.load(h_ptrs + k, mask=live & (cols < I - k), other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, _finite_amax(x))
-        row_scale = tl.maximum(tl.math.div_rn(tl.max(amax, axis=1), QMAX), 1 / (512 * QMAX))
-    sw_rows = sw_ptr
-    if GROUP > 0:
-        sw_rows = sw_ptr + e * stride_swe + first // ROWS * stride_swn
-    acc = tl.zeros((SLOTS, BLOCK_N, LANES), dtype=tl.float32)
-    acc = _down_step(
-        acc, w, h_ptrs, sw_rows, 0, cols, lane, I, here, row_scale, stride_swk, GROUP, QMAX, MAX, CODE, SLOTS, LANES
-    )
-    for k in tl.range(BLOCK_K, I, BLOCK_K, num_stages=DEPTH):
-        if EVEN:
-            w = tl.load(w_ptrs + k, mask=live, other=0.0)
-        else:
-            w = tl.load(w_ptrs + k, mask=live & (cols < I - k), other=0.0)
-        acc = _down_step(
-            acc, w, h_ptrs, sw_rows, k, cols, lane, I, here, row_scale, stride_swk, GROUP, QMAX, MAX, CODE, SLOTS, LANES
-        )
-    out = tl.sum(acc, axis=2)
-    if CODE is not None and GROUP < 0:
-        out *= row_scale[:, None]
-    mask = here[:, None] & mask_n[None, :]
-    if GROUP < 0 and sw_ptr is not None:
-        channel = rows // ROWS if ROWS > 0 else rows * 0
-        out *= tl.load(sw_ptr + e[:, None] * stride_swe + channel[None, :] * stride_swn, mask=mask, other=0.0)
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + e[:, None] * stride_be + rows[None, :], mask=mask, other=0.0).to(tl.float32)
-    out = out.to(h_ptr.dtype.element_ty).to(tl.float32)
-    out *= tl.load(weights_ptr + token * stride_rm + j * stride_rk, mask=here, other=0.0)[:, None]
-    total = tl.sum(tl.where(mask, out, 0.0), axis=0)
-    if residual_ptr is not None:
-        added = tl.load(residual_ptr + token * stride_xm + offs_n.to(tl.int64) * stride_xk, mask=mask_n, other=0.0)
-        added = added.to(tl.float32)
-        if residual_weight_ptr is not None:
-            added *= tl.load(residual_weight_ptr + token * stride_xw)
-        total += added
-    tl.store(out_ptr + token * H + offs_n, total.to(out_ptr.dtype.element_ty), mask=mask_n)
+def strides_of_ones(tensor: Tensor | None, *dims: int) -> tuple[int, ...]:
+    """Strides; 0 along dimensions of one element, which serves all, and where there is no tensor."""
+    return tuple(0 if tensor is None or tensor.shape[d] == 1 else tensor.stride(d) for d in dims)

@@ -1,0 +1,89 @@
+"""Experts without sorting their tokens: when (few tokens, formats that moe_up and moe_down take), and how."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpk._moe_checks import Static, Weight, codes_of
+from fpk.api import Quantized
+from fpk.formats import FP8, Scheme
+from fpk.op import OPS, batch_must_not_matter
+
+SLOTS = 32
+"""Most rows: each reads its expert's weights by itself."""
+WIDTH = 512
+"""Fewest columns of the first product: below, there is nothing to win."""
+
+
+def fits_few(
+    x: Weight, ids: Tensor, w13: Weight, w2: Weight, scheme: Scheme | None, static: list[Static],
+    dtype: torch.dtype,
+) -> bool:  # fmt: skip
+    """Would moe_up and moe_down run this layer, and faster? Never in batch-invariant mode: its sums have another order.
+
+    Measured on an H200: a lone token, or so few that hardly two of their slots share an expert.
+    """
+    (T, top_k), (E, H, _) = ids.shape, codes_of(w2).shape
+    if T * top_k > SLOTS or (T > 1 and 2 * T * top_k > E) or H < WIDTH or dtype is torch.float32:
+        return False
+    if any(s.scale is not None for s in static) or not _has_product(w13, w2, scheme) or batch_must_not_matter():
+        return False
+    if scheme is None or not isinstance(x, Quantized):
+        return True
+    return x.zero_point is None and x.scale.dtype is torch.float32 and x.scale.shape[0] == x.codes.shape[0]
+
+
+def _has_product(w13: Weight, w2: Weight, scheme: Scheme | None) -> bool:
+    if not isinstance(w13, Quantized) or not isinstance(w2, Quantized):
+        return scheme is None and not isinstance(w13, Quantized) and not isinstance(w2, Quantized)
+    group = -1 if scheme is None else scheme.granularity.cols
+    if scheme is not None and (
+        scheme.product or scheme.options or scheme.scale_format != "fp32" or scheme.granularity.rows != 1
+    ):
+        return False
+    granularities = ((-1, -1), (1, -1)) if group < 0 else ((128, 128),)
+    return (
+        group in (-1, 128)
+        and w13.codes.dtype is w2.codes.dtype
+        and w2.codes.dtype in FP8
+        and w13.granularity == w2.granularity
+        and all(
+            (w.granularity.rows, w.granularity.cols) in granularities
+            and w.zero_point is None
+            and w.global_scale is None
+            and w.scale.dtype is torch.float32
+            for w in (w13, w2)
+        )
+    )
+
+
+def up(
+    x: Weight, ids: Tensor, w13: Weight, bias: Tensor | None, expert_map: Tensor | None, dtype: torch.dtype,
+    parameters: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Activated rows in the order of slots; of tokens that are quantized already if the layer quantizes them."""
+    return OPS["moe_up"](
+        codes_of(x), ids, codes_of(w13), **_scales(x, w13), bias=bias, expert_map=expert_map, out_dtype=dtype,
+        **parameters,
+    )  # fmt: skip
+
+
+def down(
+    rows: Weight, weights: Tensor, ids: Tensor, w2: Weight, bias: Tensor | None, expert_map: Tensor | None,
+    residual: Tensor | None, residual_weight: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The layer's result from those rows."""
+    return OPS["moe_down"](
+        codes_of(rows), weights, ids, codes_of(w2), **_scales(rows, w2), bias=bias, expert_map=expert_map,
+        residual=residual, residual_weight=residual_weight, out_dtype=dtype,
+    )  # fmt: skip
+
+
+def _scales(rows: Weight, weight: Weight) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    if isinstance(rows, Quantized):
+        made |= dict(scale_a=rows.scale, group=rows.granularity.cols)
+    if isinstance(weight, Quantized):
+        made |= dict(scale_b=weight.scale, block_rows=weight.granularity.rows)
+    return made
