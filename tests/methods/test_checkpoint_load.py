@@ -17,9 +17,12 @@ from checkpoint_kit import (
     write_checkpoint,
 )
 from safetensors.torch import save_file
+from test_reload import Live
+from torch import nn
 from torch.nn import functional as F
 
 import fpk
+import fpk.op
 from fpk.check import bits, rel_error
 from fpk.checkpoint import empty_parameters
 from fpk.nn import QuantizedLinear
@@ -261,3 +264,27 @@ def test_meta_buffers_are_refused():
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     with pytest.raises(ValueError, match=r"inv_freq.*empty_parameters"):
         fpk.load_quantized(model, FIXTURES / "qf_fp8")
+
+
+def test_loading_needs_the_quantized_model_and_one_layer(tmp_path, monkeypatch):
+    """Beside the mapped file, which the system may drop at any time."""
+    monkeypatch.undo()  # the suite's guarded memory keeps allocations alive
+    monkeypatch.setattr(fpk.op, "INTERPRETING", False)
+    n, k, count = 256, 512, 24
+    tensors = {}
+    for i in range(count):
+        q = fpk.quantize(torch.randn(n, k), "fp8_channel")
+        tensors |= {f"{i}.weight": q.codes, f"{i}.weight_scale": q.scale}
+    weights = dict(num_bits=8, type="float", strategy="channel")
+    group = dict(targets=["Linear"], weights=weights, input_activations=weights | dict(strategy="token", dynamic=True))
+    quantization = dict(quant_method="compressed-tensors", format="float-quantized", config_groups=dict(group=group))
+    path = write_checkpoint(tmp_path / "many", tensors, quantization)
+    del tensors, q
+    with torch.no_grad(), Live() as live:
+        with empty_parameters():
+            model = nn.Sequential(*[nn.Linear(k, n, bias=False, dtype=torch.bfloat16) for _ in range(count)])
+        fpk.load_quantized(model, path)
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    mapped = (path / "model.safetensors").stat().st_size
+    assert held < 0.52 * count * n * k * 2
+    assert live.peak <= mapped + held + 1.1 * n * k * 2
