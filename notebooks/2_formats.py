@@ -90,7 +90,7 @@ for ax, x, name in ((left, gaussian, "gaussian"), (right, outliers, "outliers"))
             errors.append(100 * ((back - x.float()).norm() / x.float().norm()).item())
         ax.plot(groups, errors, label=kind, **style(number))
     logarithmic(ax)
-    tidy(ax, "elements of a group", "relative error, %" if ax is left else "", "" if ax is left else name)
+    tidy(ax, f"elements of a group, {name}", "relative error, %" if ax is left else "")
 legend(left)
 made
 

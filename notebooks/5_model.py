@@ -102,6 +102,7 @@ if subject:
     ax.plot(picked["bytes"] / 1e6, picked["perplexity"], label="a scheme per layer", **style(0))
     ax.axhline(table["perplexity[sotu]"].iloc[0], color="black", linewidth=0.8, linestyle=":")
     ax.margins(x=0.2, y=0.15)
+    ax.ticklabel_format(style="plain", axis="y")
 tidy(ax, "bytes of the quantized layers, MB", "perplexity (dotted: unquantized)")
 legend(ax)
 made

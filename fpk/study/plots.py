@@ -73,8 +73,13 @@ def plot_cost_and_gain(study: Study) -> "Figure":
         left.scatter([], [], c="#444444", marker=marker, s=28, label=text)
     left.axvline(0, color="#444444", linewidth=0.8)
     values = table[[f"delta_pct[{t}]" for t in texts]].to_numpy()
-    if np.nanmax(values, initial=0) > 25:  # FP4 and FP8 in one picture
+    highest, lowest = float(np.nanmax(values, initial=0)), float(np.nanmin(values, initial=0))
+    if highest > 25:  # FP4 and FP8 in one picture
         left.set_xscale("symlog", linthresh=5)
+        left.set_xlim(1.3 * lowest - 0.5, 1.4 * highest)  # else the outermost points are cut
+        ticks = [t for t in (0, 5, 10, 20, 50, 100, 200, 500, 1000) if t < 1.4 * highest]
+        left.set_xticks(ticks, [str(t) for t in ticks])
+        left.minorticks_off()
     left.set_xlabel("perplexity over the unquantized model, %", fontsize=8)
     # above the axes: inside, it would lie on points
     left.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(texts), borderaxespad=0)
