@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from op_laws import any_case, check_config, check_reference, pairwise
 
+import fpk.kernels.attention._step
 import fpk.kernels.gemm._mm
 import fpk.op
 from fpk.op import OPS, Op
@@ -32,10 +33,13 @@ class Plant:
 
 
 def source_of(op: Op) -> str:
-    """The op's file, with the helpers of the matrix products in place of their import: plants may change either."""
+    """The op's file, with the helpers of products and of attention in place of their import: plants may change both."""
     source = Path(inspect.getfile(op.launcher)).read_text()
-    helpers = Path(inspect.getfile(fpk.kernels.gemm._mm)).read_text()
-    return re.sub(r"from fpk\.kernels\.gemm\._mm import (\([^)]*\)|[^\n]*)\n", lambda _: helpers, source)
+    for module in (fpk.kernels.gemm._mm, fpk.kernels.attention._step):
+        helpers = Path(inspect.getfile(module)).read_text()
+        name = re.escape(module.__name__)
+        source = re.sub(rf"from {name} import (\([^)]*\)|[^\n]*)\n", lambda _, text=helpers: text, source)
+    return source
 
 
 def change(source: str, plant: Plant) -> str:

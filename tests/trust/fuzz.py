@@ -46,7 +46,7 @@ class Refused(Exception):
 def draw(op: Op, rng: random.Random) -> dict[str, Any]:
     """A case: any sizes up to half as much again as the domain's, the rest from the domain."""
     case = {name: rng.choice(tuple(values)) for name, values in op.domain.items()}
-    if op.name != "attention_decode":
+    if not op.name.startswith("attention_"):
         for name in SIZES:
             if name in case and op.domain[name] and rng.random() < 0.7:
                 case[name] = int(2 ** rng.uniform(0, torch.tensor(1.5 * max(op.domain[name])).log2().item()))

@@ -18,6 +18,7 @@ def attention_reference(
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
     p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
+    """A query for every sequence."""
     B, heads, D = q.shape
     pages, page, H, DV = value_cache.shape
     table = block_table.long().clamp(0, pages - 1)
@@ -41,7 +42,31 @@ def attention_reference(
         p = decode(encode(p / p_scale, fmt), fmt)
     total = p.sum(-1, keepdim=True)
     out = torch.einsum("bhgn,bnhd->bhgd", p, v) / torch.where(total == 0, 1.0, total)
-    return out.reshape(B, heads, DV).to(out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16))
+    return out.reshape(B, heads, DV).to(result_type(q, out_dtype))
+
+
+def prefill_reference(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_starts: Tensor,
+    softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
+    p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The last query_starts[b + 1] - query_starts[b] tokens of every sequence: each is a sequence up to itself."""
+    if block_table.shape[0] == 0:
+        return q.new_zeros((*q.shape[:2], value_cache.shape[3]), dtype=result_type(q, out_dtype))
+    row = torch.arange(q.shape[0], device=q.device)
+    b = (query_starts[1:] <= row[:, None]).sum(1)  # sequences that end before
+    within = b < block_table.shape[0]
+    b = torch.where(within, b, 0)
+    seen = torch.minimum(seq_lens[b] - (query_starts[b + 1] - row) + 1, seq_lens[b])
+    return attention_reference(
+        q, key_cache, value_cache, block_table[b], torch.where(within, seen, 0), softmax_scale, k_scale, v_scale,
+        key_scales, value_scales, q_scale, p_scale, out_dtype,
+    )  # fmt: skip
+
+
+def result_type(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    return out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16)
 
 
 def _gather(cache: Tensor, table: Tensor, present: Tensor, scale: Tensor | None, stored: Tensor | None) -> Tensor:
@@ -215,3 +240,32 @@ def decode_tolerance(
     if key_cache.dtype is torch.bfloat16:
         return 4e-3
     return 1e-3 if torch.float16 in (q.dtype, out_dtype) else 2.5e-3
+
+
+def prefill_inputs(
+    *, B, T, H, group, D, tokens, q_dtype=torch.bfloat16, lengths="full", kind="normal", layout="contiguous",
+    rounded="", device="cuda", seed=0, **cache,
+):  # fmt: skip
+    """Arguments of `attention_prefill`: a sequence's last T // B tokens, or up to as many; other rows are padding."""
+    made = decode_inputs(
+        M=B, H=H, group=group, D=D, tokens=tokens, q_dtype=q_dtype, lengths=lengths, kind=kind, layout=layout,
+        rounded=rounded, device=device, seed=seed, **cache,
+    )  # fmt: skip
+    new = T // max(1, B)
+    counts = torch.full((B,), new, device=device)
+    if lengths != "full":
+        counts = torch.randint(0, new + 1, (B,), generator=generator(seed + 9, device), device=device)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    q = sample((T, H * group, D), made["q"].dtype, kind, device, seed)
+    plain = "contiguous" if layout == "heads_first" else layout
+    return made | dict(q=strided(q, plain), query_starts=starts)
+
+
+def prefill_cost(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, key_scales: Tensor | None, **_: Any
+) -> Cost:
+    """Of sequences as long as the block table, whose last tokens are new: their lengths are data."""
+    (T, heads, D), (page, H, DV), (B, width) = q.shape, value_cache.shape[1:], block_table.shape
+    seen = width * page - T / max(1, B) / 2
+    held = B * width * page * H * ((D + DV) * key_cache.element_size() + (8 if key_scales is not None else 0))
+    return Cost(flops=int(2 * T * seen * heads * (D + DV)), bytes=held + 2 * T * heads * (D + DV))

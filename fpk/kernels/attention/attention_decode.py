@@ -24,10 +24,11 @@ from torch import Tensor
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E4M3FN, FP8
-from fpk.kernels._tile import after_previous, decode_fp8, early_start, fp8_constants, quantize_fp8
+from fpk.kernels._tile import after_previous, early_start, fp8_constants
 from fpk.kernels.attention import _paged
 from fpk.kernels.attention._paged import check_attention, check_scales, check_table, scale_strides
-from fpk.kernels.attention._tiles import code_constants, decode_pairs, decode_tile, has_pairs, power_below
+from fpk.kernels.attention._step import attend
+from fpk.kernels.attention._tiles import code_constants, decode_tile, has_pairs, power_below
 from fpk.op import Kernel, op
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -42,88 +43,6 @@ def check(
     check_attention(name, q, key_cache, value_cache, softmax_scale, q_scale, p_scale, out_dtype)
     check_table(name, q.shape[0], block_table, seq_lens)
     check_scales(name, key_cache, **scales)
-
-
-@triton.jit
-def _step(
-    n, end, page, q, q_odd, row_scale, top, total, acc, odd, k_base, v_base, k_stored_ptr, v_stored_ptr, p_scale_ptr,
-    stride_kp: tl.constexpr, stride_kt: tl.constexpr, stride_vp: tl.constexpr, stride_vt: tl.constexpr,
-    stride_ksp, stride_kst, stride_vsp, stride_vst,
-    D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, CODE: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr, IEEE: tl.constexpr, MAX: tl.constexpr,
-    HARDWARE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N tokens from n on, of these pages; with MASKED only those before `end`."""
-    PARTS: tl.constexpr = 2 if PAIRS else 1
-    ZERO: tl.constexpr = 0 if PAIRS else 0.0
-    offs_d, offs_v = tl.arange(0, BLOCK_D // PARTS), tl.arange(0, BLOCK_DV // PARTS)
-    offs_n = tl.arange(0, BLOCK_N)
-    position = n + offs_n
-    # a step that begins with a page has its tokens at the same places of pages as all others
-    inside = ((offs_n if BLOCK_N % PAGE == 0 else position) % PAGE).to(tl.int64)
-    page = page.to(tl.int64)
-    present = position < end
-    k_ptrs = k_base + (inside * stride_kt)[:, None] + offs_d[None, :] + (page * stride_kp)[:, None]
-    if MASKED:
-        k = tl.load(k_ptrs, mask=present[:, None] & (offs_d < D // PARTS)[None, :], other=ZERO)
-    elif D < BLOCK_D:
-        k = tl.load(k_ptrs, mask=(offs_d < D // PARTS)[None, :], other=ZERO)
-    else:
-        k = tl.load(k_ptrs)
-    if PAIRS:
-        k, k_odd = decode_pairs(k, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE)
-        scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))
-    else:
-        scores = tl.dot(q, tl.trans(decode_tile(k, TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)))
-    scores *= row_scale[:, None]  # [BLOCK_H, BLOCK_N]
-    if k_stored_ptr is not None:
-        k_stored = k_stored_ptr + page * stride_ksp + inside * stride_kst
-        scores *= tl.load(k_stored, mask=present, other=0.0)[None, :]
-    if MASKED:
-        scores = tl.where(present[None, :], scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))  # finite: the first token of a step is present
-    if p_scale_ptr is not None:
-        higher = tl.math.ceil(higher)  # fades are powers of two then, and steps those of the format
-    p = tl.math.exp2(scores - higher[:, None])
-    fade = tl.math.exp2(top - higher)
-    total *= fade
-    if p_scale_ptr is not None:
-        p_scale = tl.load(p_scale_ptr + tl.zeros((1, 1), tl.int32))
-        p = quantize_fp8(p, p_scale, MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
-        p = decode_fp8(p, MANTISSA, BIAS, NAN_CODE, IEEE)
-    if v_stored_ptr is not None:
-        total += tl.sum(p, axis=1)
-        v_stored = v_stored_ptr + page * stride_vsp + inside * stride_vst
-        p *= tl.load(v_stored, mask=present, other=0.0)[None, :]
-        largest = tl.maximum(tl.max(p, axis=1), 1e-30)  # a 16-bit float must hold the products
-        p /= largest[:, None]
-    rounded = p.to(TYPE)
-    if v_stored_ptr is None:
-        # the sum of what multiplies the values: rounding that many tokens share then cancels
-        total += tl.sum(rounded.to(tl.float32), axis=1)
-    v_ptrs = v_base + (inside * stride_vt)[:, None] + offs_v[None, :] + (page * stride_vp)[:, None]
-    if MASKED:
-        v = tl.load(v_ptrs, mask=present[:, None] & (offs_v < DV // PARTS)[None, :], other=ZERO)
-    elif DV < BLOCK_DV:
-        v = tl.load(v_ptrs, mask=(offs_v < DV // PARTS)[None, :], other=ZERO)
-    else:
-        v = tl.load(v_ptrs)
-    if PAIRS:
-        v, v_odd = decode_pairs(v, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE)
-    else:
-        v = decode_tile(v, TYPE, KIND, MANTISSA, BIAS, NAN_CODE, IEEE)
-    acc *= fade[:, None]
-    odd *= fade[:, None]
-    if v_stored_ptr is not None:
-        acc += tl.dot(rounded, v) * largest[:, None]
-        if PAIRS:
-            odd += tl.dot(rounded, v_odd) * largest[:, None]
-    else:
-        acc = tl.dot(rounded, v, acc)
-        if PAIRS:
-            odd = tl.dot(rounded, v_odd, odd)
-    return higher, total, acc, odd
 
 
 @triton.jit(do_not_specialize=["capacity", "splits"])
@@ -196,8 +115,8 @@ def _split_kernel(
             coming = tl.load(pages + following // PAGE, mask=following < end, other=0)
         else:
             page = tl.load(pages + (n + offs_n) // PAGE)
-        top, total, acc, odd = _step(
-            n, end, page, q, q_odd, row_scale, top, total, acc, odd, k_base, v_base, k_stored_ptr, v_stored_ptr,
+        top, total, acc, odd = attend(
+            n, end, None, page, q, q_odd, row_scale, top, total, acc, odd, k_base, v_base, k_stored_ptr, v_stored_ptr,
             p_scale_ptr, stride_kp, stride_kt, stride_vp, stride_vt, stride_ksp, stride_kst, stride_vsp, stride_vst,
             D, DV, PAGE, TYPE, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE, MAX, HARDWARE, PAIRS, BLOCK_N, BLOCK_D,
             BLOCK_DV, False,
@@ -206,11 +125,11 @@ def _split_kernel(
         page = coming
         if not AHEAD:
             page = tl.load(pages + (whole + offs_n) // PAGE, mask=whole + offs_n < end, other=0)
-        top, total, acc, odd = _step(
-            whole, end, page, q, q_odd, row_scale, top, total, acc, odd, k_base, v_base, k_stored_ptr, v_stored_ptr,
-            p_scale_ptr, stride_kp, stride_kt, stride_vp, stride_vt, stride_ksp, stride_kst, stride_vsp, stride_vst,
-            D, DV, PAGE, TYPE, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE, MAX, HARDWARE, PAIRS, BLOCK_N, BLOCK_D,
-            BLOCK_DV, True,
+        top, total, acc, odd = attend(
+            whole, end, None, page, q, q_odd, row_scale, top, total, acc, odd, k_base, v_base, k_stored_ptr,
+            v_stored_ptr, p_scale_ptr, stride_kp, stride_kt, stride_vp, stride_vt, stride_ksp, stride_kst, stride_vsp,
+            stride_vst, D, DV, PAGE, TYPE, KIND, CODE, MANTISSA, BIAS, NAN_CODE, IEEE, MAX, HARDWARE, PAIRS, BLOCK_N,
+            BLOCK_D, BLOCK_DV, True,
         )  # fmt: skip
     if PAIRS:
         acc = tl.reshape(tl.join(acc, odd), (BLOCK_H, BLOCK_DV))
@@ -362,7 +281,7 @@ def attention_decode(
     """
     B, heads, D = q.shape
     _, page, H, DV = value_cache.shape
-    dtype = out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16)
+    dtype = _paged.result_type(q, out_dtype)
     out = torch.empty((B, heads, DV), dtype=dtype, device=q.device)
     if B == 0:
         return out
