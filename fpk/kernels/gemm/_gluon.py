@@ -42,6 +42,25 @@ def consumer_tile(config: Config) -> tuple[int, int]:
     return (left // 2, right) if left >= 128 else (left, right // 2)
 
 
+def right_parts(rows: int) -> tuple[int, int]:
+    """(wide, narrow) rows of the right operand that a consumer multiplies by an instruction each; narrow may be 0."""
+    wide = 1 << (rows.bit_length() - 1)
+    return wide, rows - wide
+
+
+def piece_columns(rows: int) -> int:
+    """Columns of the pieces in which a consumer's tile of so many columns leaves."""
+    wide = right_parts(rows)[0]
+    return max(min(32, wide), wide // 4)
+
+
+@gluon.jit
+def columns_of(column, WIDE: gl.constexpr, NARROW: gl.constexpr):
+    """First columns of a tile's wide and narrow part; the wide one begins at a multiple of its width."""
+    late = column % WIDE != 0 if NARROW > 0 else False
+    return column + (NARROW if late else 0), column + (0 if late else WIDE)
+
+
 @gluon.jit
 def after_previous(PDL: gl.constexpr):
     """First line of a kernel launched early: let the next one get ready, and wait until the one before is done."""
@@ -67,14 +86,11 @@ def locate(item, tiles_l, tiles_r, steps, GROUP: gl.constexpr, SPLIT_K: gl.const
 
 @gluon.jit
 def produce(
-    left_desc, right_desc, left_bufs, right_bufs, full, empty, tiles_l, tiles_r, steps,
-    ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, TALL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, SPLIT_K: gl.constexpr, MULTIPLE: gl.constexpr,
+    left_desc, right_desc, more_desc, left_bufs, right_bufs, more_bufs, full, empty, tiles_l, tiles_r, steps,
+    ROWS_L: gl.constexpr, ROWS_R: gl.constexpr, MORE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLIT_K: gl.constexpr, MULTIPLE: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring. The two consumers share the right tile and halve the left one (TALL), or the other way round.
-    Steps come in MULTIPLEs."""
-    LEFT: gl.constexpr = 2 if TALL else 1
-    RIGHT: gl.constexpr = 1 if TALL else 2
+    """Fill the ring: LEFT pieces of ROWS_L rows, RIGHT ones of ROWS_R and one of MORE. Steps come in MULTIPLEs."""
     turn = 0
     for item in range(gl.program_id(0), tiles_l * tiles_r * SPLIT_K, gl.num_programs(0)):
         tile_l, tile_r, _, begin, end = locate(item, tiles_l, tiles_r, steps, GROUP, SPLIT_K)
@@ -82,13 +98,18 @@ def produce(
             slot = turn % STAGES
             mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
             bar = full.index(slot)
-            mbarrier.expect(bar, (LEFT * ROWS_L + RIGHT * ROWS_R) * BLOCK_K)
+            mbarrier.expect(bar, (LEFT * ROWS_L + RIGHT * ROWS_R + MORE) * BLOCK_K)
             for i in gl.static_range(LEFT):
                 row = (LEFT * tile_l + i) * ROWS_L
                 tma_load(left_desc, [row, k * BLOCK_K], bar, left_bufs.index(slot * LEFT + i))
-            for i in gl.static_range(RIGHT):
-                row = (RIGHT * tile_r + i) * ROWS_R
-                tma_load(right_desc, [row, k * BLOCK_K], bar, right_bufs.index(slot * RIGHT + i))
+            if MORE > 0:
+                wide, narrow = columns_of(tile_r * (ROWS_R + MORE), ROWS_R, MORE)
+                tma_load(right_desc, [wide, k * BLOCK_K], bar, right_bufs.index(slot))
+                tma_load(more_desc, [narrow, k * BLOCK_K], bar, more_bufs.index(slot))
+            else:
+                for i in gl.static_range(RIGHT):
+                    row = (RIGHT * tile_r + i) * ROWS_R
+                    tma_load(right_desc, [row, k * BLOCK_K], bar, right_bufs.index(slot * RIGHT + i))
             turn += 1
 
 
@@ -110,6 +131,42 @@ def put_halves(out_desc, buf, tile, row, column):
     first, second = tile.reshape((tile.shape[0], 2, HALF)).permute((0, 2, 1)).split()
     put(out_desc, buf, first, row, column)
     put(out_desc, buf, second, row, column + HALF)
+
+
+@gluon.jit
+def halves(tile):
+    return tile.reshape((tile.shape[0], 2, tile.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _put_piece(out_desc, buf, tile, row, column):
+    tma.store_wait(1)  # the piece before the last one has left its buffer
+    barrier()
+    buf.store(tile)
+    fence_async_shared()
+    barrier()
+    tma_store(out_desc, [row, column], buf)
+
+
+@gluon.jit
+def put_pieces(out_desc, bufs, first, tile, row, column):
+    """Write a tile in pieces of the columns by turns through two buffers, `first` and the one after it."""
+    COLS: gl.constexpr = out_desc.block_shape[1]
+    PIECES: gl.constexpr = tile.shape[1] // COLS
+    if PIECES == 1:
+        _put_piece(out_desc, bufs.index(first), tile, row, column)
+    elif PIECES == 2:
+        a, b = halves(tile)
+        _put_piece(out_desc, bufs.index(first), a, row, column)
+        _put_piece(out_desc, bufs.index(first + 1), b, row, column + COLS)
+    else:
+        left, right = halves(tile)
+        a, b = halves(left)
+        c, d = halves(right)
+        _put_piece(out_desc, bufs.index(first), a, row, column)
+        _put_piece(out_desc, bufs.index(first + 1), b, row, column + COLS)
+        _put_piece(out_desc, bufs.index(first), c, row, column + 2 * COLS)
+        _put_piece(out_desc, bufs.index(first + 1), d, row, column + 3 * COLS)
 
 
 @gluon.jit

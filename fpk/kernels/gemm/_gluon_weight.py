@@ -3,7 +3,8 @@
 wgmma reads its left operand from registers in pairs of columns 2q, 2q + 1 and 2q + 8, 2q + 9 of every 16 (q: a thread's
 place among four), whereas a thread best reads four neighbouring codes. So columns are renamed: inside each 16, code
 4q + 2h + e stands where wgmma expects 8h + 2q + e. The activations, which go through shared memory, are reordered there
-by warps of their own.
+by warps of their own (RENAME). Without RENAME a thread reads its codes in pairs as wgmma wants them: twice as many
+reads of codes, and nothing else to read or write.
 """
 
 from triton.experimental import gluon
@@ -82,27 +83,29 @@ def _decode(codes, FP8: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _operand(codes, FP8: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """Codes [rows, 64] as the left operand of wgmma, columns renamed."""
-    values = _decode(codes, FP8, DTYPE).reshape((codes.shape[0], 4, 4, 2, 2)).permute((0, 1, 3, 2, 4))
-    return gl.convert_layout(values.reshape((codes.shape[0], 64)), layout)
+def _operand(codes, FP8: gl.constexpr, DTYPE: gl.constexpr, RENAME: gl.constexpr, layout: gl.constexpr):
+    """Codes [rows, 64] as the left operand of wgmma, columns renamed or in place."""
+    values = _decode(codes, FP8, DTYPE)
+    if RENAME:
+        values = values.reshape((codes.shape[0], 4, 4, 2, 2)).permute((0, 1, 3, 2, 4)).reshape((codes.shape[0], 64))
+    return gl.convert_layout(values, layout)
 
 
 @gluon.jit
 def _multiply(
-    acc, codes, a_bufs, slot, use_acc, FP8: gl.constexpr, DTYPE: gl.constexpr, BLOCK_K: gl.constexpr,
-    layout: gl.constexpr,
+    acc, codes, a_bufs, slot, use_acc, FP8: gl.constexpr, DTYPE: gl.constexpr, RENAME: gl.constexpr,
+    BLOCK_K: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """acc + codes @ activations. The second half of the codes is decoded while the unit multiplies the first."""
     if BLOCK_K == 64:
-        weights = _operand(codes, FP8, DTYPE, layout)
+        weights = _operand(codes, FP8, DTYPE, RENAME, layout)
         token = warpgroup_mma(weights, a_bufs.index(slot).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[token])
     else:
         first, second = codes.reshape((codes.shape[0], 2, 64)).permute((0, 2, 1)).split()
-        weights_0 = _operand(first, FP8, DTYPE, layout)
+        weights_0 = _operand(first, FP8, DTYPE, RENAME, layout)
         token = warpgroup_mma(weights_0, a_bufs.index(2 * slot).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
-        weights_1 = _operand(second, FP8, DTYPE, layout)
+        weights_1 = _operand(second, FP8, DTYPE, RENAME, layout)
         token = warpgroup_mma(weights_1, a_bufs.index(2 * slot + 1).permute((1, 0)), token, is_async=True)
         acc, _ = warpgroup_mma_wait(0, deps=[token, weights_0])
     return acc
@@ -115,7 +118,7 @@ def _consume(
     WHICH: gl.constexpr, ROWS_S: gl.constexpr, COLS: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr,
     OUT: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    SPLIT_K: gl.constexpr,
+    SPLIT_K: gl.constexpr, RENAME: gl.constexpr,
 ):  # fmt: skip
     """Multiply one half of the weights of each tile. COLS > 0: a scale per COLS columns, in whole steps."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -131,16 +134,17 @@ def _consume(
         for k in range(begin, end):
             slot = turn % STAGES
             mbarrier.wait(landed.index(slot), (turn // STAGES) & 1)
-            codes = w_bufs.index(slot * 2 + WHICH).load(fours)
-            mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+            codes = w_bufs.index(slot * 2 + WHICH).load(fours if RENAME else pairs)
+            if RENAME:
+                mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
             if COLS > 0:
                 scale = gl.load(scale_rows + k * BLOCK_K // COLS * stride_sk.to(gl.int64), mask=offs_n < N, other=0.0)
                 zero = gl.zeros((ROWS, BLOCK_M), gl.float32, layout)
-                product = _multiply(zero, codes, a_bufs, slot, False, FP8, DTYPE, BLOCK_K, pairs)
+                product = _multiply(zero, codes, a_bufs, slot, False, FP8, DTYPE, RENAME, BLOCK_K, pairs)
                 mbarrier.arrive(empty.index(slot), count=1)
                 acc += product * scale[:, None]
             else:
-                acc = _multiply(acc, codes, a_bufs, slot, True, FP8, DTYPE, BLOCK_K, pairs)
+                acc = _multiply(acc, codes, a_bufs, slot, True, FP8, DTYPE, RENAME, BLOCK_K, pairs)
                 mbarrier.arrive(empty.index(slot), count=1)
             turn += 1
         if COLS <= 0:
@@ -165,7 +169,7 @@ def weight_warps_kernel(
     w_desc, a_desc, out_desc, out_ptr, scale_ptr, bias_ptr, M, N, K, stride_om, stride_sn, stride_sk,
     PDL: gl.constexpr, CODES: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr, OUT: gl.constexpr,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, RENAME: gl.constexpr,
 ):  # fmt: skip
     """Persistent; weights on the 64-row side; SPLIT_K > 1: scaled sums to out_ptr, for an ordered reduction."""
     after_previous(PDL)
@@ -185,25 +189,46 @@ def weight_warps_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     tiles_n, tiles_m, steps = gl.cdiv(N, BLOCK_N), gl.cdiv(M, BLOCK_M), gl.cdiv(K, BLOCK_K)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n,
-                tiles_m, steps, M, N, stride_om, stride_sn, stride_sk,
-                0, ROWS, COLS, FP8, DTYPE, OUT, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
-            )),
-            (_consume, (
-                out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n,
-                tiles_m, steps, M, N, stride_om, stride_sn, stride_sk,
-                1, ROWS, COLS, FP8, DTYPE, OUT, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
-            )),
-            (_rename, (
-                a_bufs, landed, full, tiles_n, tiles_m, steps, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
-            )),
-            (_produce, (
-                w_desc, a_desc, w_bufs, a_bufs, landed, empty, tiles_n, tiles_m, steps,
-                HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
-            )),
-        ],
-        [4, 4, 1], [208, 56, 24],
-    )  # fmt: skip
+    if RENAME:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n,
+                    tiles_m, steps, M, N, stride_om, stride_sn, stride_sk,
+                    0, ROWS, COLS, FP8, DTYPE, OUT, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K, RENAME,
+                )),
+                (_consume, (
+                    out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n,
+                    tiles_m, steps, M, N, stride_om, stride_sn, stride_sk,
+                    1, ROWS, COLS, FP8, DTYPE, OUT, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K, RENAME,
+                )),
+                (_rename, (
+                    a_bufs, landed, full, tiles_n, tiles_m, steps, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+                )),
+                (_produce, (
+                    w_desc, a_desc, w_bufs, a_bufs, landed, empty, tiles_n, tiles_m, steps,
+                    HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+                )),
+            ],
+            [4, 4, 1], [208, 56, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n,
+                    tiles_m, steps, M, N, stride_om, stride_sn, stride_sk,
+                    0, ROWS, COLS, FP8, DTYPE, OUT, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K, RENAME,
+                )),
+                (_consume, (
+                    out_desc, out_ptr, out_bufs, w_bufs, a_bufs, landed, full, empty, scale_ptr, bias_ptr, tiles_n,
+                    tiles_m, steps, M, N, stride_om, stride_sn, stride_sk,
+                    1, ROWS, COLS, FP8, DTYPE, OUT, HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K, RENAME,
+                )),
+                (_produce, (
+                    w_desc, a_desc, w_bufs, a_bufs, landed, empty, tiles_n, tiles_m, steps,
+                    HALF, BLOCK_M, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
+                )),
+            ],
+            [4, 4], [240, 24],
+        )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from fpk.db import Config
 from fpk.device import Device, of
 from fpk.kernels._tile import after_previous, decode_e8m0
-from fpk.kernels.gemm._gluon import AVAILABLE
+from fpk.kernels.gemm._gluon import AVAILABLE, consumer_tile, piece_columns, right_parts
 from fpk.kernels.gemm._launch import dependent
 
 TMA_TARGETS = ("sm90", "sm100", "sm103", "sm120", "sm121")
@@ -205,10 +205,26 @@ def warps_fit(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: t
     if not AVAILABLE or m * n * sums > 256 * 192 or not fits_descriptors(a, b):
         return False
     ring = config["STAGES"] * ((m + n) * config["BLOCK_K"] + 16)
+    rows_l, rows_r = consumer_tile(config)
     whole = not config["SWAP"] and config["SPLIT_K"] == 1  # written through shared memory
     if whole and b.shape[0] * out_dtype.itemsize % 16 != 0:
         return False
-    return ring + whole * m * n // 2 * out_dtype.itemsize + 8 * max(m, n) + 256 <= device.shared_limit
+    if right_parts(rows_r)[1] and not (whole and m >= 128):
+        return False
+    pieces = 4 * rows_l * piece_columns(rows_r) * out_dtype.itemsize
+    return ring + whole * pieces + 8 * max(m, n) + 256 <= device.shared_limit
+
+
+def turns_fit(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
+    """Can the `turns` kernel run this?"""
+    m, n, split = config["BLOCK_M"], config["BLOCK_N"], config["SPLIT_K"]
+    if not AVAILABLE or not fits_descriptors(a, b) or m != 64 or (split == 1 and b.shape[0] * out_dtype.itemsize % 16):
+        return False
+    if config["PER_SM"] > 1 and n > 64:  # registers
+        return False
+    pieces = (split == 1) * 2 * m * piece_columns(n) * out_dtype.itemsize
+    ring = config["STAGES"] * ((m + n) * config["BLOCK_K"] + 16)
+    return (ring + pieces + 4 * m * n + 1024) * config["PER_SM"] <= device.shared_limit
 
 
 def parts_buffer(out: Tensor, split: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Configs of the kernels that are written for sm90: `warps`, and `split` and `tile` for few tokens."""
+"""Configs of the kernels that are written for sm90: `warps`, `turns`, `direct`; `split` and `tile` for few tokens."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,11 +16,39 @@ def warps(m: int, n: int, stages: int, group: int = 8, split: int = 1, swap: boo
     )  # fmt: skip
 
 
-def weight_warps(m: int, n: int, stages: int, group: int = 1, split: int = 1, k: int = 128) -> Config:
-    """A config of the `warps` kernel of mm_weight_only."""
+def turns(n: int, stages: int, split: int = 1, group: int = 1, per_sm: int = 1) -> Config:
+    """A config of the `turns` kernel of scaled_mm_group; its tiles have 64 tokens."""
     return Config(
-        kernel="warps", GROUP_M=group, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages, num_warps=4
+        kernel="turns", GROUP_M=group, SPLIT_K=split, BLOCK_M=64, BLOCK_N=n, BLOCK_K=128, STAGES=stages, num_warps=4,
+        PER_SM=per_sm,
+    )  # fmt: skip
+
+
+def weight_warps(
+    m: int, n: int, stages: int, group: int = 1, split: int = 1, k: int = 128, kernel: str = "warps"
+) -> Config:
+    """A config of the `warps` and `direct` kernels of mm_weight_only."""
+    return Config(
+        kernel=kernel, GROUP_M=group, SPLIT_K=split, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, STAGES=stages, num_warps=4
     )
+
+
+def estimate(config: Config, M: int, N: int, K: int, sms: int) -> float:
+    """Microseconds that an FP8 or INT8 product of more than 16 tokens would take: waves of programs times steps of K,
+    and what every launch and a split add. Fitted to what an H200 measured."""
+    m, n, split = config["BLOCK_M"], config["BLOCK_N"], config["SPLIT_K"]
+    if config["kernel"] == "turns":
+        step = 0.185 + 0.0007 * n
+    else:
+        step = max(0.085 + 2.04e-5 * m * n, 0.0017 * (m + min(n, 128)))  # products, loads
+    waves = cdiv(cdiv(M, m) * cdiv(N, n) * split, sms)
+    time = waves * (cdiv(cdiv(K, config["BLOCK_K"]), split) * step + 1.5e-5 * m * n)
+    return 3 + max(time, (N + M) * K / 4.2e6) + (1.5 + split * M * N * 2e-6 if split > 1 else 0)
+
+
+def cheapest(configs: list[Config], M: int, N: int, K: int, sms: int, wide: float = 1.0) -> list[Config]:
+    """The three configs of the smallest estimate, that first; `wide`: what 192 columns cost more than the estimate."""
+    return sorted(configs, key=lambda c: estimate(c, M, N, K, sms) * (wide if c["BLOCK_N"] == 192 else 1))[:3]
 
 
 def narrow(m: int, n: int, k: int, stages: int, split: int, swap: bool = True) -> Config:
@@ -43,7 +71,7 @@ def warps_space(M: int) -> Iterator[Config]:
     """Candidates of `warps` for M tokens; what does not fit is not legal."""
     if M >= 128:
         for (m, n), stages, group in itertools.product(
-            ((256, 128), (128, 256), (128, 128), (64, 256), (64, 128)), (4, 5, 6), (2, 4, 8, 16)
+            ((256, 128), (128, 256), (128, 192), (128, 128), (128, 96), (64, 256), (64, 128)), (4, 5, 6), (2, 4, 8, 16)
         ):
             yield warps(m, n, stages, group)
     if M <= 256:
@@ -51,16 +79,27 @@ def warps_space(M: int) -> Iterator[Config]:
             yield warps(min(max(16, M), 128), n, stages, 1, split, swap=True)
             if M >= 32:
                 yield warps(64, n, stages, 1, split)
+                yield warps(64, n // 2, 2 * stages, 1, split)
             if M >= 128:
                 yield warps(128, n, stages, 4, split)
 
 
+def turns_space(M: int) -> Iterator[Config]:
+    """Candidates of `turns` for M tokens."""
+    if M <= 256:
+        for n, split, per_sm in itertools.product((32, 64, 128), (1, 2, 4), (1, 2)):
+            most = {32: 15, 64: 11, 128: 7}[n] // per_sm
+            for stages in (most, most - 2) if per_sm == 1 else (most,) * (n <= 64):
+                yield turns(n, stages, split, 1 if M <= 64 else 4, per_sm)
+
+
 def weight_warps_space(M: int) -> Iterator[Config]:
-    """Candidates of mm_weight_only's `warps` for M tokens."""
+    """Candidates of mm_weight_only's `warps` and `direct` for M tokens."""
     for m in sorted({min(max(16, M), 128), min(max(16, M), 64)}):
         for n, stages, split in itertools.product((128, 256), (3, 4, 5, 6), (1, 2, 4, 8)):
             if split == 1 or M <= 256:
-                yield weight_warps(m, n, stages, 8 if M > 128 else 1, split)
+                for kernel in ("warps", "direct"):
+                    yield weight_warps(m, n, stages, 8 if M > 128 else 1, split, kernel=kernel)
 
 
 def narrow_space(M: int, widths: tuple[int, ...], swap: bool = True) -> Iterator[Config]:
@@ -70,56 +109,72 @@ def narrow_space(M: int, widths: tuple[int, ...], swap: bool = True) -> Iterator
             yield narrow(max(16, M), n, k, stages, split, swap)
 
 
-def scaled_mm_configs(M: int, N: int, promoted: bool, int8: bool, sms: int) -> Iterator[Config]:
-    """scaled_mm on sm90: what an H200 ran fastest at real layers' sizes, then candidates."""
-    wide = cdiv(N, 128) * cdiv(M, 64)  # tiles of 64 x 128
+def scaled_mm_configs(M: int, N: int, K: int, promoted: bool, int8: bool, sms: int) -> Iterator[Config]:
+    """scaled_mm on sm90: by measured times at real layers' sizes, then candidates."""
     if M <= 64:
         narrow_tiles = cdiv(N, 64)
         if M > 16 and narrow_tiles > 2 * sms:
             yield warps(M, 128, 8, 1, swap=True)
         stages = 3 if M > 16 and narrow_tiles > sms else 4  # two programs an SM
         yield narrow(max(16, M), 64, 256, stages, split_for(narrow_tiles, 100, 4))
-    elif M <= 256 and (promoted or int8 or wide <= 2 * sms):
-        yield warps(64 if wide <= sms else 128, 128, 6, 4)
-    elif M <= 256:
-        yield warps(128, 256, 4, 4)
-    elif promoted:
-        yield warps(128, 128, 5, 8)
     else:
-        yield warps(256, 128, 4, 16) if int8 else warps(128, 256, 4, 16)
+        group = 4 if M <= 256 else 16
+        options = [warps(128, 128, 6, group if M <= 256 else 8), warps(128, 192, 5, group if M <= 256 else 8)]
+        if M <= 512:
+            options += [warps(64, 128, 6, group), warps(64, 256, 5, group)]
+        if int8:
+            options.append(warps(256, 128, 4, group))
+        elif not promoted:
+            options.append(warps(128, 256, 4, group))
+        if M <= 256:
+            options += [narrow(64, 64, 128, 6, split) for split in (1, 2)] + [warps(64, 128, 6, 1, 2)]
+        yield from cheapest(options, M, N, K, sms, 1.1 if promoted else 1.03)
     yield from warps_space(M)
     yield from narrow_space(M, (128, 256))
 
 
-def group_configs(M: int, N: int) -> Iterator[Config]:
+def group_configs(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
     """scaled_mm_group on sm90, likewise."""
     if M <= 16:
         yield warps(16, 256, 6, 1, split_for(cdiv(N, 256), 56, 4), swap=True)
-    elif M <= 64:
-        yield warps(64, 128, 8, 1, split_for(cdiv(N, 128), 56, 4))
-    elif M <= 256:
-        yield warps(128, 128, 6, 4, split_for(cdiv(N, 128) * cdiv(M, 128), 100, 2))
+        yield turns(32, 15)
+        yield turns(64, 11)
     else:
-        yield warps(128, 128, 6, 8)
+        group = 1 if M <= 64 else 4
+        options = [turns(32, 15, 1, group), turns(64, 11, 1, group), turns(64, 11, 2, group), turns(128, 7, 1, group)]
+        options += [warps(64, 128, 8, group, split) for split in (1, 2)]
+        if M > 64:
+            options += [warps(128, 128, 6, 4, 2), warps(128, 128, 6, 4), warps(128, 192, 5, 4)]
+        if M > 256:
+            options = [warps(128, 128, 6, 8), warps(128, 192, 5, 8)]
+        yield from cheapest(options, M, N, K, sms, 1.25)  # its second product is scaled while the unit waits
     yield from warps_space(M)
+    yield from turns_space(M)
     yield from narrow_space(M, (128,))
 
 
 def weight_only_configs(M: int, N: int, sms: int) -> Iterator[Config]:
     """mm_weight_only on sm90, likewise."""
-    if M <= 16 and N < 16384:
-        yield narrow(16, 128, 128, 4, split_for(cdiv(N, 128), 100, 4), swap=False)
-    elif M <= 16:
-        yield weight_warps(16, 256, 4)
-    elif M <= 64 and N < 8448:
-        yield weight_warps(M, 128, 4, 1, split_for(cdiv(N, 128), 100, 4))
+    if M <= 16:
+        if N < 16384:
+            yield narrow(16, 128, 128, 4, split_for(cdiv(N, 128), 100, 4), swap=False)
+        else:
+            yield weight_warps(16, 256, 4)
+        for n, stages in ((128, 8), (256, 5)):
+            yield weight_warps(16, n, stages, 1, split_for(cdiv(N, n), 100, 4), kernel="direct")
     elif M <= 64:
-        yield weight_warps(M, 256, 4, 1, split_for(cdiv(N, 256), 80, 4))
-    elif M <= 256 and cdiv(N, 256) * cdiv(M, 64) <= sms:
-        yield weight_warps(64, 256, 4, 8, split_for(cdiv(N, 256) * cdiv(M, 64), 100, 2))
-    elif M <= 256:
-        yield weight_warps(128, 256, 3, 8)
+        few = weight_warps(M, 128, 5, 1, split_for(cdiv(N, 128), 100, 4), kernel="direct")
+        many = weight_warps(M, 256, 4, 1, split_for(cdiv(N, 256), 80, 4), kernel="direct")
+        yield from (few, many) if N < 8448 else (many, few)
+        yield (few if N < 8448 else many) | dict(kernel="warps", STAGES=4)
     else:
-        yield weight_warps(128, 256, 6, 8, k=64)
+        for kernel in ("direct", "warps"):
+            if M <= 256 and cdiv(N, 256) * cdiv(M, 64) <= sms:
+                split = split_for(cdiv(N, 256) * cdiv(M, 64), 100, 2)
+                yield weight_warps(64, 256, 4, 8, split, kernel=kernel)
+            elif M <= 256:
+                yield weight_warps(128, 256, 3, 8, kernel=kernel)
+            else:
+                yield weight_warps(128, 256, 6, 8, k=64, kernel=kernel)
     yield from weight_warps_space(M)
     yield from narrow_space(min(M, 16), (128,), swap=False)

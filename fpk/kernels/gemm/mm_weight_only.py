@@ -7,8 +7,8 @@ unit; scales are applied in fp32 to sums, never to weights that would be rounded
 
 Kernels: `tile`, K in steps that lie inside one group of columns (SWAP puts the weights on the matrix instruction's
 64-row side, for few tokens); `split`, the same with K divided over programs and an ordered reduction; `segment`, steps
-of any length, for groups that no tile divides; `warps` (sm90, Gluon), persistent, some warps load, others decode and
-multiply from registers.
+of any length, for groups that no tile divides; `warps` and `direct` (sm90, Gluon), persistent, some warps load, others
+decode and multiply from registers, with and without columns renamed.
 
 Source: W8A16 inference (what vLLM serves through Marlin).
 """
@@ -200,7 +200,7 @@ def legal(
     # a step must lie inside one group of columns
     if config["kernel"] != "segment" and 0 < cols < a.shape[1] and cols % config["BLOCK_K"] != 0:
         return False
-    if config["kernel"] == "warps":
+    if config["kernel"] in ("warps", "direct"):
         m, n = config["BLOCK_M"], config["BLOCK_N"]
         sums = 2 if 0 < cols < a.shape[1] else 1
         ring = config["STAGES"] * ((2 * m + n) * config["BLOCK_K"] + 24)
@@ -264,7 +264,8 @@ def inputs(
     kernels=dict(
         tile=Kernel(_weight_only_kernel, matrix=True), split=Kernel(_weight_only_kernel, matrix=True),
         segment=Kernel(_weight_only_kernel, matrix=True),
-        warps=Kernel(weight_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
+        **{name: Kernel(weight_warps_kernel, targets=("sm90",), interpretable=False, matrix=True)
+           for name in ("warps", "direct")},
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(),
 )  # fmt: skip
@@ -299,15 +300,15 @@ def mm_weight_only(
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     parts = parts_buffer(out, split, torch.float32)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
-    if kernel == "warps":
+    if kernel in ("warps", "direct"):
         block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
         weight_warps_kernel[(min(of(a.device).sm_count, tiles * split),)](
             descriptor(b, block_n // 2, config["BLOCK_K"]), descriptor(a, block_m, 64),
             descriptor(out, block_m // 2, block_n // 2) if stores_tiles(split, block_m, out) else None, parts,
             scale_b, bias, M, N, K, out.stride(0), *scale_b.stride(),
             CODES=TYPES[b.dtype], FP8=fmt is not None, DTYPE=TYPES[a.dtype],
-            OUT=TYPES[out.dtype], ROWS=rows, COLS=cols if cols < K else -1, SPLIT_K=split, **config,
-            **dependent(of(a.device), M),
+            OUT=TYPES[out.dtype], ROWS=rows, COLS=cols if cols < K else -1, SPLIT_K=split,
+            RENAME=kernel == "warps", **config, **dependent(of(a.device), M),
         )  # fmt: skip
         if split > 1:
             reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])

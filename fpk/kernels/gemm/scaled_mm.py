@@ -36,7 +36,7 @@ from fpk.device import Device, of
 from fpk.formats import FP8
 from fpk.kernels._tile import after_previous, tile_of
 from fpk.kernels.gemm._baselines import torch_scaled_mm
-from fpk.kernels.gemm._gluon import TYPES, consumer_tile, descriptor
+from fpk.kernels.gemm._gluon import TYPES, consumer_tile, descriptor, piece_columns, right_parts
 from fpk.kernels.gemm._gluon_mm import warps_kernel
 from fpk.kernels.gemm._mm import (
     OUT_TYPES,
@@ -185,7 +185,8 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
     M = bucket(a.shape[0])
     if of(a.device).arch == "sm90":
         is_int8 = a.dtype is torch.int8
-        yield from scaled_mm_configs(M, b.shape[0], not fast_accum and not is_int8, is_int8, of(a.device).sm_count)
+        N, K = b.shape
+        yield from scaled_mm_configs(M, N, K, not fast_accum and not is_int8, is_int8, of(a.device).sm_count)
     yield from few_tokens(M, (16, 16, 64, 256, 4, 3))
     if M <= 64:
         yield Config(
@@ -219,7 +220,7 @@ def legal(
 ) -> bool:
     if config["kernel"] == "warps":
         is_int8 = a.dtype is torch.int8
-        if is_int8 and consumer_tile(config)[1] > 128:  # triton knows no such instruction
+        if is_int8 and right_parts(consumer_tile(config)[1])[0] > 128:  # triton knows no such instruction
             return False
         promoted = not is_int8 and not fast_accum
         return warps_fit(config, device, a, b, out_dtype, 2 if promoted else 1)
@@ -350,12 +351,14 @@ def scaled_mm(
     if kernel == "warps":
         swap, splits = config["SWAP"], split > 1
         rows_l, rows_r = consumer_tile(config)
+        wide, narrow = right_parts(rows_r)
         left, right = (b, a) if swap else (a, b)
         items = triton.cdiv(M, block_m) * triton.cdiv(N, block_n) * split
         warps_kernel[(min(of(a.device).sm_count, items),)](
-            descriptor(left, rows_l, block_k), descriptor(right, rows_r, block_k),
-            None if swap or splits else descriptor(out, rows_l, rows_r // 2), parts if splits or swap else None,
-            *epilogue, M, N, K, out.stride(0), *strides,
+            descriptor(left, rows_l, block_k), descriptor(right, wide, block_k),
+            descriptor(right, narrow, block_k) if narrow else None,
+            None if swap or splits else descriptor(out, rows_l, piece_columns(rows_r)),
+            parts if splits or swap else None, *epilogue, M, N, K, out.stride(0), *strides,
             CODES=TYPES[a.dtype], INT8=is_int8, PROMOTE=4 if promote else 0, OUT=OUT_TYPES[out_dtype],
             SPLIT_K=split, enable_fp_fusion=False, **config, **dependent(of(a.device), M),
         )  # fmt: skip

@@ -10,7 +10,7 @@ summed by the matrix unit and scaled in fp32. Scales that do not change along K:
 
 Kernels: `tile`, K in steps that lie inside one group and block; `split`, K also divided over programs, with an ordered
 reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segment`, steps of any length; `warps`
-(sm90, Gluon), persistent, some warps load and others multiply and scale.
+and `turns` (sm90, Gluon), persistent, some warps load and others multiply and scale.
 
 Source: the block-scaled FP8 recipe of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -40,8 +40,8 @@ from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, decode
 from fpk.kernels._tile import after_previous, tile_of
 from fpk.kernels.gemm._baselines import torch_scaled_mm_group
-from fpk.kernels.gemm._gluon import consumer_tile
 from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
+from fpk.kernels.gemm._gluon_turns import group_turns_kernel, launch_turns, legal_on_hopper
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     add_scaled,
@@ -58,7 +58,6 @@ from fpk.kernels.gemm._mm import (
     stages_held,
     store_tile,
     tile_space,
-    warps_fit,
 )
 from fpk.kernels.gemm._warps_space import group_configs
 from fpk.op import Cost, Kernel, op
@@ -224,7 +223,7 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, offset_k: int, **
             kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
         )
     if wide == 128 and of(a.device).arch == "sm90":
-        yield from group_configs(M, b.shape[0])
+        yield from group_configs(M, b.shape[0], b.shape[1], of(a.device).sm_count)
     if wide == 128:
         yield from few_tokens(M, (16, 16, 64, 128, 4, 4), (64, 64, 128, 128, 4, 6))
     if M <= 64:
@@ -254,11 +253,8 @@ def legal(
     step, width = scale_step(a.shape[1], group, block_cols, block_cols - offset_k), config["BLOCK_K"]
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
         return False
-    if config["kernel"] == "warps":
-        floats = a.dtype is not torch.int8 and scale_a.dtype == scale_b.dtype == torch.float32
-        rows = consumer_tile(config)[0 if config["SWAP"] else 1]  # of weights
-        one_b = block_rows < 0 or (block_rows % rows == 0 and offset_n % rows == 0)
-        return floats and one_b and warps_fit(config, device, a, b, out_dtype, 3)
+    if config["kernel"] in ("warps", "turns"):
+        return legal_on_hopper(config, device, a, b, scale_a, scale_b, block_rows, offset_n, out_dtype)
     if config["kernel"] == "persistent" and not fits_descriptors(a, b):
         return False
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages_held(config, device) + 2048
@@ -326,6 +322,7 @@ def inputs(
         **{name: Kernel(_group_kernel, matrix=True) for name in ("tile", "split", "segment")},
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
         warps=Kernel(group_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
+        turns=Kernel(group_turns_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
     cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm_group),
@@ -378,8 +375,8 @@ def scaled_mm_group(
         )  # fmt: skip
         return out
     parts = parts_buffer(out, split, torch.float32)
-    if kernel == "warps":
-        launch(
+    if kernel in ("warps", "turns"):
+        (launch if kernel == "warps" else launch_turns)(
             of(a.device), a, b, scale_a, scale_b, bias, out, parts, offset_n, offset_k, config | dict(SPLIT_K=split),
             GROUP=group, ROWS=block_rows, COLS=block_cols,
         )  # fmt: skip
