@@ -1,7 +1,6 @@
 """Tokens to the ranks of their experts and back: an all-to-all of rows, each way as codes and scales if wanted."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,19 +50,38 @@ def dispatch(group: Group, x: Tensor, ids: Tensor, owners: Tensor, payload: str 
     counts = torch.diff(offs, prepend=offs.new_zeros(1)).to(torch.int32)
     theirs = torch.empty_like(counts)
     group.all_to_all(counts, [1] * group.size, [1] * group.size, out=theirs)
-    send, receive = torch.stack([counts, theirs]).tolist()
-    group.check()  # a collective that was aborted leaves any numbers
-    count = sum(send)  # slots of no expert lie behind all others
-    arrived = group.all_to_all(ids.reshape(-1)[index[:count].long()], send, receive).view(-1, 1)
+    known = _Later(torch.stack([counts, theirs]))
+    # what needs no counts is queued before anyone waits for them
+    slots = ids.reshape(-1)[index.long()]  # those of no expert lie behind all others
     if payload is None:
-        rows = moe_permute(x, index, top_k)[0][:count]
-        return Dispatched(group.all_to_all(rows, send, receive), arrived, position, send, receive)
-    quantized = quantize(x, expect_payload("dispatch.payload", payload))
-    moved = moe_permute(quantized.codes, index, top_k, quantized.scale)
-    codes, scale = (group.all_to_all(t[:count], send, receive) for t in moved)
-    parts: dict[str, Any] = dict(codes=codes, scale=scale)
-    rows_of_all = Quantized(**parts, scheme=payload, check=False)
-    return Dispatched(rows_of_all, arrived, position, send, receive)
+        moved = [moe_permute(x, index, top_k)[0]]
+    else:
+        quantized = quantize(x, expect_payload("dispatch.payload", payload))
+        moved = list(moe_permute(quantized.codes, index, top_k, quantized.scale))
+    send, receive = known.tolist()
+    group.check()  # a collective that was aborted leaves any numbers
+    count = sum(send)
+    parts = [group.all_to_all(t[:count], send, receive) for t in moved]
+    arrived = group.all_to_all(slots[:count], send, receive).view(-1, 1)
+    rows = parts[0] if payload is None else Quantized(parts[0], parts[1], payload, check=False)
+    return Dispatched(rows, arrived, position, send, receive)
+
+
+class _Later:
+    """Numbers on their way from the device; work that is queued after them does not delay them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers, self._event = numbers, None
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def tolist(self) -> list[list[int]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
 
 
 def combine(
