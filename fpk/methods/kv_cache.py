@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_one_of, expect_shape, fp8_dtype
 from fpk.kernels.attention.attention_decode import attention_decode
+from fpk.kernels.attention.attention_prefill import attention_prefill
 from fpk.kernels.attention.kv_cache_write import kv_cache_write
 from fpk.methods.base import add_parameter
 from fpk.methods.config import CACHE_SCALE_SUFFIXES
@@ -201,12 +202,15 @@ class Fp8KVCacheMethod:
 
     def attend(
         self, layer: Any, cache: KVCache, q: Tensor, block_table: Tensor, seq_lens: Tensor,
-        softmax_scale: float | None = None,
+        softmax_scale: float | None = None, query_starts: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of one query (B, query heads, size) a sequence; see the op `attention_decode`."""
+        """Attention of one query (B, query heads, size) a sequence, as in the op `attention_decode`; with query_starts
+        of several, as in `attention_prefill`."""
         scales = self._of(layer, cache)
-        return attention_decode(
-            q, cache.key, cache.value, block_table, seq_lens, softmax_scale, scales.get("k_scale"),
+        several = () if query_starts is None else (query_starts,)
+        run: Any = attention_decode if query_starts is None else attention_prefill
+        return run(
+            q, cache.key, cache.value, block_table, seq_lens, *several, softmax_scale, scales.get("k_scale"),
             scales.get("v_scale"), scales.get("key_scales"), scales.get("value_scales"),
         )  # fmt: skip
 

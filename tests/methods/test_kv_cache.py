@@ -258,6 +258,11 @@ def test_write_and_attend(dtype, expected):
     exact = nn.functional.scaled_dot_product_attention(q.float().transpose(0, 1), k, v).transpose(0, 1)
     error = (out.float() - exact).norm() / exact.norm()
     assert error < (0.01 if expected.itemsize == 2 else 0.06), error
+    several = torch.cat([torch.zeros_like(q), q])  # the last two tokens
+    both = method.attend(layer, cache, several, table, lens, query_starts=torch.tensor([0, 2], dtype=torch.int32))
+    assert (both[1].float() - out[0].float()).norm() < 4e-3 * out.float().norm()
+    values = v.transpose(0, 1)[:6].mean(0)  # a query of zeros sees six tokens alike
+    assert (both[0].float() - values).norm() < 0.06 * values.norm()
     assert cache.nbytes == sum(
         t.numel() * t.element_size() for t in (cache.key, cache.value, cache.key_scales, cache.value_scales)
         if t is not None
