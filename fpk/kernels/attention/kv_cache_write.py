@@ -20,7 +20,7 @@ from fpk.check import FLOAT_INPUTS, expect_dtype, expect_inner_contiguous, expec
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.formats import E4M3FN, FP8, INT8, encode, finite_amax
-from fpk.kernels._tile import amax_along, fp8_constants, quantize_fp8, quantize_int8
+from fpk.kernels._tile import after_previous, amax_along, early_start, fp8_constants, quantize_fp8, quantize_int8
 from fpk.kernels.attention._paged import check_scales, make_cache, make_scales, scale_strides
 from fpk.op import Cost, Kernel, op
 from fpk.samples import KINDS, generator, sample, strided
@@ -142,8 +142,9 @@ def _write_kernel(
     stride_ks, stride_vs, stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
     D: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr, QMAX: tl.constexpr, MANTISSA: tl.constexpr,
     BIAS: tl.constexpr, MAX: tl.constexpr, NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, FLOOR: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     if tl.program_id(1) == 0:
         _write_rows(
             key_ptr, key_cache_ptr, slot_ptr, k_scale_ptr, k_stored_ptr, M, H, SLOTS, PAGE,
@@ -259,5 +260,6 @@ def kv_cache_write(
         *scale_strides(k_scale, v_scale, key_scales, value_scales),
         D=D, DV=DV, KIND="plain" if fmt is None else "int8" if fmt is INT8 else "fp8", QMAX=fmt.qmax if fmt else 0.0,
         FLOOR=FLOOR, **fp8_constants(fmt if fmt and fmt.is_float else E4M3FN, of(key.device)),
-        BLOCK_D=triton.next_power_of_2(D), BLOCK_DV=triton.next_power_of_2(DV), enable_fp_fusion=False, **config,
+        BLOCK_D=triton.next_power_of_2(D), BLOCK_DV=triton.next_power_of_2(DV), enable_fp_fusion=False,
+        **early_start(of(key.device)), **config,
     )  # fmt: skip
