@@ -5,8 +5,8 @@ import torch
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.device import pretend
-from fpk.kernels.gemm._gluon import consumer_tile
-from fpk.kernels.gemm._warps_space import split_for, warps, weight_warps
+from fpk.kernels.gemm._gluon import consumer_tile, piece_columns, right_parts
+from fpk.kernels.gemm._warps_space import cheapest, estimate, split_for, turns, warps, weight_warps
 from fpk.op import OPS
 from fpk.tune.arguments import legal_candidates, outline
 
@@ -115,3 +115,65 @@ def test_descriptors_of_nothing_are_not_made(op):
             bound = outline(op, dict(M=256, N=512, K=0, layout=layout) | experts)
             kernels = {c["kernel"] for c in op.configs(**bound) if op.is_legal(c, bound, device)}
             assert kernels and not kernels & by_descriptor
+
+
+@pytest.mark.parametrize("name", ["scaled_mm", "scaled_mm_group"])
+def test_tiles_of_192_columns(name):
+    assert legal(name, warps(128, 192, 5), M=512)
+    assert not legal(
+        name, warps(64, 192, 4)
+    )  # a consumer would have 96 columns of one operand and 64 rows of the other
+    assert not legal(name, warps(128, 192, 4, split=2))
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(256, (256, 0)), (192, (128, 64)), (96, (64, 32)), (64, (64, 0))])
+def test_columns_of_a_consumer(rows, parts):
+    assert right_parts(rows) == parts
+    assert all(part % piece_columns(rows) == 0 for part in parts)  # pieces of both parts leave through the same buffers
+
+
+@pytest.mark.parametrize("wide", [64, 128])
+def test_parts_of_a_tile_lie_inside_blocks(wide):
+    """The wide part of every tile begins at a multiple of its width, and the two parts cover the tile."""
+    width = wide + wide // 2
+    for tile in range(32):
+        column = tile * width
+        late = column % wide != 0
+        first = column + (wide // 2 if late else 0)
+        assert first % wide == 0 and first + wide <= column + width
+
+
+def test_consumers_that_take_turns():
+    group = "scaled_mm_group"
+    assert legal(group, turns(64, 8)) and legal(group, turns(32, 7, per_sm=2))
+    assert not legal(group, turns(64, 8), arch="sm100")
+    assert not legal(group, turns(128, 3, per_sm=2))  # registers
+    assert not legal(group, turns(64, 13))  # shared memory
+    assert not legal(group, turns(128, 7), blocks=(128, 64, 128))
+    assert not legal(group, turns(64, 8), dtype=torch.int8)
+    assert not legal(group, turns(64, 8), N=500)
+    assert legal(group, turns(64, 8, split=2), N=500)  # writes by pointers
+
+
+def test_codes_in_place_are_an_alternative():
+    direct = weight_warps(64, 128, 3, kernel="direct")
+    assert legal("mm_weight_only", direct) and not legal("mm_weight_only", direct, arch="sm89")
+    assert not legal("mm_weight_only", direct, granularity=(1, 64))
+
+
+@pytest.mark.parametrize("shape", [(256, 2112, 7168), (1024, 6144, 4096), (1024, 2112, 7168), (256, 10240, 8192)])
+def test_defaults_fill_the_gpu(shape):
+    """Where 128 x 128 tiles would leave a wave nearly empty, the default has another shape."""
+    M, N, K = shape
+    with pretend("sm90") as device:
+        case = outline(OPS["scaled_mm"], dict(M=M, N=N, K=K, fast_accum=True))
+        first = next(iter(OPS["scaled_mm"].configs(**case)))
+    square = warps(128, 128, 6)
+    assert estimate(first, M, N, K, device.sm_count) < estimate(square, M, N, K, device.sm_count)
+
+
+def test_cheapest_orders_by_estimate():
+    options = [warps(128, 128, 6), warps(128, 256, 4), warps(64, 128, 6)]
+    found = cheapest(options, 4096, 8192, 8192, 132)
+    times = [estimate(c, 4096, 8192, 8192, 132) for c in found]
+    assert times == sorted(times) and len(found) == 3
