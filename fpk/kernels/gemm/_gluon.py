@@ -154,7 +154,8 @@ def put_pieces(out_desc, bufs, first, tile, row, column):
     COLS: gl.constexpr = out_desc.block_shape[1]
     PIECES: gl.constexpr = tile.shape[1] // COLS
     if PIECES == 1:
-        _put_piece(out_desc, bufs.index(first), tile, row, column)
+        tma.store_wait(0)  # the next tile begins with the other buffer
+        _put_piece(out_desc, bufs.index(first + 1), tile, row, column)
     elif PIECES == 2:
         a, b = halves(tile)
         _put_piece(out_desc, bufs.index(first), a, row, column)
