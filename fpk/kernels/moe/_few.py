@@ -55,7 +55,7 @@ def scaled_row(value, scale_ptr, bias_ptr, rows, mask, stride, ROWS: tl.constexp
     """Sums times the scales of their channels, plus their biases."""
     if scale_ptr is not None:
         channel = rows // ROWS if ROWS > 0 else rows * 0
-        value *= tl.load(scale_ptr + channel * stride, mask=mask, other=0.0)
+        value *= tl.load(scale_ptr + channel.to(tl.int64) * stride, mask=mask, other=0.0)
     if bias_ptr is not None:
         value += tl.load(bias_ptr + rows, mask=mask, other=0.0).to(tl.float32)
     return value

@@ -128,7 +128,7 @@ def _halves(tile):
 
 @gluon.jit
 def _multiply(
-    out_desc, a_bufs, b_bufs, out_bufs, full, empty, order, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
+    out_desc, a_bufs, b_bufs, out_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
     stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
     W: gl.constexpr, MODE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, MULTIPLE: gl.constexpr, ACC: gl.constexpr, INSTR_N: gl.constexpr,
@@ -173,7 +173,6 @@ def _multiply(
                 for pair in range(steps // 2):
                     slot_0 = turn % STAGES
                     slot_1 = (turn + 1) % STAGES
-                    mbarrier.wait(order.index(W), ((turn // 2) & 1) ^ (1 - W))
                     mbarrier.wait(full.index(slot_0), (turn // STAGES) & 1)
                     token_0 = warpgroup_mma(
                         a_bufs.index(2 * slot_0 + W), b_bufs.index(slot_0).permute((1, 0)),
@@ -193,7 +192,6 @@ def _multiply(
                     sa_1 = gl.load(sap + k_1 * stride_sak)
                     sb_1 = gl.load(sbp + k_1 * stride_sbk)
                     product_0 = warpgroup_mma_wait(1, deps=[token_0])
-                    mbarrier.arrive(order.index(1 - W), count=1)
                     mbarrier.arrive(empty.index(slot_0), count=1)
                     acc += product_0 * factor_0[:, None]
                     product_1 = warpgroup_mma_wait(0, deps=[token_1])
@@ -252,12 +250,8 @@ def _multiply(
                 out_ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
                 gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
         else:
-            for k in range(steps):
+            for _ in range(steps):
                 slot = turn % STAGES
-                if MODE == "block":
-                    even = k % 2 == 0
-                    mbarrier.wait(order.index(W), ((turn // 2) & 1) ^ (1 - W), pred=even)
-                    mbarrier.arrive(order.index(1 - W), count=1, pred=even)
                 mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
                 mbarrier.arrive(empty.index(slot), count=1)
                 turn += 1
@@ -283,22 +277,19 @@ def grouped_kernel(
         out_bufs = gl.allocate_shared_memory(out_desc.dtype, [4, 64, 64], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(order.index(0), count=1)
-    mbarrier.init(order.index(1), count=1)
     fence_async_shared()
     MULTIPLE: gl.constexpr = 2 if MODE == "block" else 1
     gl.warp_specialize([
             (_multiply, (
-                out_desc, a_bufs, b_bufs, out_bufs, full, empty, order, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
+                out_desc, a_bufs, b_bufs, out_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
                 E, N, K, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
                 0, MODE, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, MULTIPLE, ACC, INSTR_N, INSTR_K,
             )),
             (_multiply, (
-                out_desc, a_bufs, b_bufs, out_bufs, full, empty, order, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
+                out_desc, a_bufs, b_bufs, out_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
                 E, N, K, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
                 1, MODE, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, MULTIPLE, ACC, INSTR_N, INSTR_K,
             )),

@@ -31,6 +31,7 @@ from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import after_previous, early_start
 from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, finish, load_k, stages_held, store_tile
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
+from fpk.kernels.moe._gluon_wide import WIDE_KERNEL, launch_wide, wide_configs, wide_legal
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
     descriptors,
@@ -219,12 +220,18 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: 
     yield from vector_configs(bucket(a.shape[0]) * top_k)
     if rows >= 32:
         yield from gluon_configs(((128, 6), (128, 5)))
+        yield from wide_configs()
 
 
 def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int,
-    block_rows: int, block_cols: int, gather: Tensor | None, **_: Any,
+    block_rows: int, block_cols: int, out_dtype: torch.dtype, gather: Tensor | None, **_: Any,
 ) -> bool:  # fmt: skip
+    if config["kernel"] == "wide":
+        fits = a.shape[0] > 0 and out_dtype.itemsize == 2
+        return fits and wide_legal(
+            config, device, a, b, scale_a, scale_b, group, block_rows, block_cols, gather
+        )  # fmt: skip
     if config["kernel"] == "gluon":
         blocks = group == 128 and block_cols == 128 and (block_rows < 0 or block_rows % config["BLOCK_N"] == 0)
         plain = a.dtype in FP8 and scale_a.dtype is torch.float32 and scale_b.dtype is torch.float32
@@ -310,7 +317,7 @@ def inputs(
         tile=Kernel(_grouped_kernel, matrix=True), segment=Kernel(_grouped_kernel, matrix=True),
         descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
         vector=VECTOR_KERNEL,
-        gluon=GLUON_KERNEL,
+        gluon=GLUON_KERNEL, wide=WIDE_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
 )  # fmt: skip
@@ -352,6 +359,9 @@ def grouped_scaled_mm_group(
             config, "block", a, b, offs, scale_a, scale_b, bias, out, N if block_rows < 0 else block_rows,
             [*scale_a.stride(), *scale_b.stride()], expert_bins(E),
         )  # fmt: skip
+        return out
+    if config["kernel"] == "wide":
+        launch_wide(config, a, b, offs, scale_a, scale_b, bias, out, expert_bins(E))
         return out
     if config["kernel"] == "vector":
         launch_vector(

@@ -123,7 +123,9 @@ def _sum_kernel(
     if GROUP < 0:
         if sb_ptr is not None:
             channel = rows // ROWS if ROWS > 0 else rows * 0
-            factor = tl.load(sb_ptr + e[:, None] * stride_sbe + channel[None, :] * stride_sbn, mask=mask, other=0.0)
+            factor = tl.load(
+                sb_ptr + e[:, None] * stride_sbe + channel.to(tl.int64)[None, :] * stride_sbn, mask=mask, other=0.0
+            )
         if sa_ptr is not None:
             factor *= tl.load(sa_ptr + slot * stride_sam)[:, None]
     acc = tl.zeros((SLOTS, BLOCK_N, LANES), dtype=tl.float32)
@@ -134,7 +136,12 @@ def _sum_kernel(
             group = (k + lane * LANE) // GROUP
             there = (k + lane * LANE < K)[None, :]
             sa = tl.load(sa_ptr + slot[:, None] * stride_sam + group[None, :] * stride_sak, mask=there, other=0.0)
-            sb_ptrs = sb_ptr + e[:, None] * stride_sbe + first // ROWS * stride_sbn + group[None, :] * stride_sbk
+            sb_ptrs = (
+                sb_ptr
+                + e[:, None] * stride_sbe
+                + (first // ROWS).to(tl.int64) * stride_sbn
+                + group[None, :] * stride_sbk
+            )
             acc += part * (sa * tl.load(sb_ptrs, mask=there, other=0.0))[:, None, :]
         else:
             acc += part
@@ -183,7 +190,7 @@ def _rows_kernel(
                 group = (k + lane * LANE) // GROUP
                 there = k + lane * LANE < K
                 sa = tl.load(sa_ptr + row * stride_sam + group * stride_sak, mask=there, other=0.0)
-                sb_ptrs = sb_ptr + e * stride_sbe + first // ROWS * stride_sbn + group * stride_sbk
+                sb_ptrs = sb_ptr + e * stride_sbe + (first // ROWS).to(tl.int64) * stride_sbn + group * stride_sbk
                 acc += part * (sa * tl.load(sb_ptrs, mask=there, other=0.0))[None, :]
             else:
                 acc += part
@@ -224,7 +231,9 @@ def _reduce_kernel(
 def configs(a: Tensor, ids: Tensor, b: Tensor, **_: Any):
     slots, K = triton.next_power_of_2(ids.shape[1]), triton.next_power_of_2(b.shape[2])
     if of(a.device).arch == "cpu":  # the interpreter wants few programs
-        yield Config(kernel="sum", BLOCK_N=128, BLOCK_K=256, DEPTH=1, num_warps=4)
+        for kernel, rows, cols in (("sum", 128, 256), ("rows", 128, 256), ("sum", 32, 128), ("rows", 64, 128)):
+            yield Config(kernel=kernel, BLOCK_N=rows, BLOCK_K=cols, DEPTH=1, num_warps=4)
+        return
     wide = min(1024, max(128, K))
     yield Config(kernel="rows", BLOCK_N=max(2, min(16, 4096 // wide)), BLOCK_K=wide, DEPTH=3, num_warps=1)
     for rows in (1, 2, 4, 8, 16):
@@ -262,31 +271,31 @@ def tolerance(out_dtype: torch.dtype, **_: Any) -> float:
 
 
 def inputs(
-    *, M, N, K, E=4, top_k=2, scheme="channel", bias=False, mapped=False, residual="no",
+    *, T, N, K, E=4, top_k=2, scheme="channel", bias=False, mapped=False, residual="no",
     dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda", seed=0,
 ):  # fmt: skip
     made = few_inputs(
-        M * top_k, M, N, K, E, top_k, scheme, bias, mapped, dtype, out_dtype, kind, layout, device, seed
+        T * top_k, T, N, K, E, top_k, scheme, bias, mapped, dtype, out_dtype, kind, layout, device, seed
     )  # fmt: skip
     return made | dict(
-        weights=torch.rand((M, top_k), generator=generator(seed + 11, device), device=device),
-        residual=None if residual == "no" else sample((M, N), out_dtype, "normal", device, seed + 8),
-        residual_weight=scales((M, 1), device, seed + 9) if residual == "weighted" else None,
+        weights=torch.rand((T, top_k), generator=generator(seed + 11, device), device=device),
+        residual=None if residual == "no" else sample((T, N), out_dtype, "normal", device, seed + 8),
+        residual_weight=scales((T, 1), device, seed + 9) if residual == "weighted" else None,
     )  # fmt: skip
 
 
 @op(
     reference=reference, check=check, inputs=inputs, tol=tolerance,
     domain=dict(
-        M=(0, 1, 3), N=(1, 100, 256), K=(16, 128, 300), E=(2, 3), top_k=(1, 3),
-        scheme=("channel", "block", "tensor", "weights", "plain"), bias=(False, True), mapped=(False, True),
+        T=(0, 1, 3), N=(1, 100, 256), K=(16, 128, 300), E=(2, 3), top_k=(1, 3),
+        scheme=("plain", "weights", "tensor", "block", "channel"), bias=(False, True), mapped=(False, True),
         residual=("no", "plain", "weighted"), dtype=(torch.float8_e4m3fn, torch.float8_e5m2),
         out_dtype=(torch.bfloat16, torch.float16), kind=("normal", "zeros"), layout=("contiguous", "rows"),
     ),
     kernels=dict(sum=Kernel(_sum_kernel), rows=Kernel(_rows_kernel)),
     configs=configs, legal=legal, key=key, cost=cost,
     cases={
-        f"{model}/T={t}": dict(M=t, N=hidden, K=inner, E=experts, top_k=top_k)
+        f"{model}/T={t}": dict(T=t, N=hidden, K=inner, E=experts, top_k=top_k)
         for model, (experts, top_k, hidden, inner, _) in MOE_LAYERS.items() for t in (1, 4)
     },
 )  # fmt: skip

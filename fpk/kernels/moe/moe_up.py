@@ -92,9 +92,11 @@ def _up_kernel(
         b_ptrs = b_ptr + e * stride_be + g_rows.to(tl.int64)[:, None, None] * stride_bn + cols
         a_ptrs = a_ptr + token * stride_am + cols
         if ONE:
-            blocks, up_blocks = first * step // ROWS, (first * step + up_at) // ROWS
+            blocks = (first * step // ROWS).to(tl.int64)
+            up_blocks = ((first * step + up_at) // ROWS).to(tl.int64)
         else:
-            blocks, up_blocks = (g_rows // ROWS)[:, None], ((g_rows + up_at) // ROWS)[:, None]
+            blocks = (g_rows // ROWS).to(tl.int64)[:, None]
+            up_blocks = ((g_rows + up_at) // ROWS).to(tl.int64)[:, None]
         gate = tl.zeros((BLOCK_N, LANES), dtype=tl.float32)
         up = gate
         for k in tl.range(0, K, BLOCK_K, num_stages=DEPTH):
@@ -136,7 +138,9 @@ def _up_kernel(
 
 def configs(a: Tensor, **_: Any):
     if of(a.device).arch == "cpu":  # the interpreter wants few programs
-        yield Config(BLOCK_N=128, BLOCK_K=256, DEPTH=1, num_warps=4)
+        for rows, cols in ((128, 256), (64, 512), (128, 128)):
+            yield Config(BLOCK_N=rows, BLOCK_K=cols, DEPTH=1, num_warps=4)
+        return
     yield Config(BLOCK_N=2, BLOCK_K=1024, DEPTH=3, num_warps=1)
     for rows, cols, warps in (
         (1, 1024, 1), (1, 2048, 1), (2, 512, 1), (2, 1024, 2), (4, 512, 1), (4, 1024, 2), (4, 512, 2), (8, 512, 2),
@@ -182,7 +186,7 @@ def inputs(
     reference=reference, check=check, inputs=inputs, tol=tolerance,
     domain=dict(
         M=(0, 1, 3), K=(16, 128, 300), I=(1, 100, 256), E=(2, 3), top_k=(1, 3),
-        scheme=("channel", "block", "tensor", "weights", "plain"), gated=(True, False), interleaved=(False, True),
+        scheme=("plain", "weights", "tensor", "block", "channel"), gated=(True, False), interleaved=(False, True),
         bias=(False, True), mapped=(False, True), dtype=(torch.float8_e4m3fn, torch.float8_e5m2),
         out_dtype=(torch.bfloat16, torch.float16), kind=("normal", "zeros"), layout=("contiguous", "rows"),
     ),
