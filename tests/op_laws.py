@@ -9,6 +9,7 @@ import itertools
 import math
 import mmap
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -176,6 +177,7 @@ def check_corners(op: Op) -> None:
     guarded.check()
 
 
+DRAWS = 60  # cases by chance after the pairwise ones
 BLOCKS = {"K": "BLOCK_K", "H": "BLOCK_K", "M": "BLOCK_M", "T": "BLOCK_M", "N": "BLOCK_N"}  # of an op's sizes
 
 
@@ -191,12 +193,16 @@ def smallest_configs(op: Op, case: dict) -> dict[str, dict]:
 
 def check_many_tiles(op: Op) -> None:
     """Matrices of three tiles and more along every size that a config cuts, the last of them not whole."""
-    seen: set[str] = set()
-    for case in ample(op):
+    rng, seen = random.Random(op.name), set[str]()
+    drawn = [{name: rng.choice(tuple(values)) for name, values in op.domain.items()} for _ in range(DRAWS)]
+    for number, case in enumerate([*ample(op), *drawn]):  # some kernels want three options at once
         if len(seen) == sum(kernel.interpretable for kernel in op.kernels.values()):
             break
         first = case | ({"kind": "normal"} if "kind" in op.domain else {})
-        first |= {n: max(op.domain[n]) for n in ("N", "K", "H", "E") if n in op.domain}
+        for name in ("N", "K", "H", "E"):
+            if name in op.domain:
+                even = [v for v in op.domain[name] if v % 2 == 0]
+                first[name] = max(even if even and number % 2 else op.domain[name])
         for kernel, config in smallest_configs(op, first).items():
             if kernel not in seen:
                 seen.add(kernel)
@@ -285,7 +291,7 @@ def far_cases(op: Op) -> Iterator[tuple[dict, str, int, dict]]:
     """(case, argument, dimension, config): each matrix of an op once per dimension and kernel, its rows far apart."""
     seen = set()
     for case in ample(op):
-        case = case | {"E": 3} if case.get("E") else case
+        case = case | ({"E": 3} if case.get("E") else {}) | ({"kind": "normal"} if "kind" in op.domain else {})
         args = make(op, case)
         kernels = {c.get("kernel", ""): c for c in reversed(legal_configs(op, args))}
         for name, value in args.items():
