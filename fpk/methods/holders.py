@@ -83,7 +83,8 @@ class RoutedExperts(Holder):
             activation="silu", global_num_experts=moe_config.num_experts, local_num_experts=moe_config.num_experts,
             expert_map=None, intermediate_size_per_partition=moe_config.intermediate_size_per_partition,
             apply_router_weight_on_input=False, num_expert_group=None, topk_group=None, e_score_correction_bias=None,
-            routed_scaling_factor=1.0, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None,
+            routed_scaling_factor=1.0, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None, top_k=None,
+            scoring_func="softmax", renormalize=True,
         )  # fmt: skip
         for name in fields:
             expect_one_of("RoutedExperts: argument", name, known)
