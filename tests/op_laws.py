@@ -199,9 +199,9 @@ def check_many_tiles(op: Op) -> None:
         if len(seen) == sum(kernel.interpretable for kernel in op.kernels.values()):
             break
         first = case | ({"kind": "normal"} if "kind" in op.domain else {})
-        for name in ("N", "K", "H", "E"):
-            if name in op.domain:
-                even = [v for v in op.domain[name] if v % 2 == 0]
+        for name in ("M", "T", "N", "K", "H", "E"):
+            if name in op.domain and not (name in ("M", "T") and case[name] > 2):
+                even = [v for v in op.domain[name] if v % 2 == 0 and name != "E"]
                 first[name] = max(even if even and number % 2 else op.domain[name])
         for kernel, config in smallest_configs(op, first).items():
             if kernel not in seen:
@@ -212,7 +212,8 @@ def check_many_tiles(op: Op) -> None:
 
 def check_many_tiles_of(op: Op, kernel: str, config: dict, case: dict) -> None:
     for _ in range(3):  # which configs are legal may depend on the sizes
-        larger = {n: case[n] * -(-(2 * config.get(b, 1) + 1) // case[n]) for n, b in BLOCKS.items() if case.get(n)}
+        blocks = {"BLOCK_K": config.get("BLOCK", 1)} | config
+        larger = {n: case[n] * -(-(2 * blocks.get(b, 1) + 1) // case[n]) for n, b in BLOCKS.items() if case.get(n)}
         grown = smallest_configs(op, case | larger)
         if kernel not in grown:  # it has whole rows in one tile
             break
