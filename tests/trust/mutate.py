@@ -55,8 +55,9 @@ USERS = 3  # ops whose laws a shared function has to pass
 SECONDS = 90  # of processor time for one op's laws
 TESTS = Path(__file__).parents[1]
 FAMILIES = {
-    "quant": ("test_quant.py", "test_microscale.py"), "pack": ("test_pack.py",), "gemm": ("test_gemm.py",),
-    "moe": ("test_moe.py", "test_activation.py"), "attention": ("test_attention.py",),
+    "quant": ("test_quant.py", "test_microscale.py"), "pack": ("test_pack.py", "test_packed.py"),
+    "gemm": ("test_gemm.py", "test_packed.py"), "moe": ("test_moe.py", "test_activation.py"),
+    "attention": ("test_attention.py", "test_prefill.py"),
 }  # fmt: skip
 
 
@@ -152,6 +153,7 @@ def without_fp8_units(op: Op) -> None:
 def family(op: Op) -> None:
     """The laws of the op's family, each of them a test."""
     files = [str(TESTS / "laws" / f) for f in FAMILIES[op.launcher.__module__.split(".")[2]]]
+    files.append(str(TESTS / "trust" / "test_gaps.py"))
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:terminal", *files])
     assert code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), "a law of the family fails"
 

@@ -1,0 +1,53 @@
+"""Laws that living mutants asked for, where no law of all ops could notice them."""
+
+import pytest
+import torch
+import triton
+
+from fpk.check import assert_close
+from fpk.kernels.moe._gluon_grouped import schedule_kernel
+from fpk.op import OPS
+
+
+@pytest.mark.parametrize("name", ["quantize_mx", "act_and_mul_quantize_mx"])
+@pytest.mark.parametrize("tiny", [2.0**-127, 2.0**-130, 2.0**-133])
+def test_mx_of_nothing_but_tiny_values(name, tiny, device):
+    """A program that sees no larger block takes a way of its own. The largest of some blocks lie below every scale."""
+    op = OPS[name]
+    x = torch.full((8, 128), tiny, dtype=torch.bfloat16, device=device)
+    x[::2] *= -1
+    args = dict(x=x, format="mxfp4", packed=True)
+    if name.startswith("act"):
+        args |= dict(activation="relu2", gated=False)
+        args["x"] = x.abs().float().sqrt().to(torch.bfloat16)
+    bound = op.bind(**args)
+    for config in op.configs(**bound):
+        if op.is_legal(config, bound, op._device(bound)):
+            assert_close(op.launch(**args, config=config), op.reference(**bound), 0.0, f"{config}: out")
+
+
+def test_weights_of_experts_that_pass_on_may_be_negative(device):
+    weights = torch.tensor([[-0.5, 0.25, -1.0]], device=device)
+    ids = torch.tensor([[4, 0, 5]], dtype=torch.int32, device=device)
+    out, found, passed = OPS["map_experts"](weights, ids, 4, 2)
+    assert out.tolist() == [[0, 0.25, 0]] and found.tolist() == [[-1, 0, -1]] and passed.tolist() == [[-1.5]]
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 33, 16, 1], [0, 0, 0], [40], [0, 17, 0, 3], [16, 16, 15]])
+@pytest.mark.parametrize("spare", [0, 20])
+def test_schedule_of_row_tiles(counts, spare, device):
+    """The kernel that cuts rows of experts into tiles, against a loop; rows behind the last expert are of none."""
+    block, ends = 16, torch.tensor(counts).cumsum(0)
+    rows, experts = int(ends[-1]) + spare, len(counts)
+    expected = []
+    for expert, (count, end) in enumerate(zip([*counts, spare], [*ends.tolist(), rows], strict=True)):
+        expected += [(expert, start, end) for start in range(end - count, end, block)]
+    most = triton.cdiv(rows, block) + experts + 1
+    table = torch.zeros(1 + 3 * (most + 32), dtype=torch.int32, device=device)
+    offs = ends.to(torch.int32).to(device)
+    bins = triton.next_power_of_2(experts + 1)
+    schedule_kernel[(triton.cdiv(most, 32),)](
+        offs, table, rows, experts, PDL=False, BLOCK_E=bins, BLOCK_M=block, BLOCK=32
+    )  # fmt: skip
+    total = int(table[0])
+    assert [tuple(line) for line in table[1 : 1 + 3 * total].reshape(-1, 3).tolist()] == expected
