@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk._moe_checks import (
+    Experts,
     Static,
     Weight,
     activation_scheme,
@@ -22,9 +23,10 @@ from fpk._moe_checks import (
 )
 from fpk._moe_shortcuts import down, fits_few, fits_fused, fused, up
 from fpk._pairs import packed_arguments, reads_packed
+from fpk._shuffled import Shuffled
 from fpk.api import Quantized, quantize
 from fpk.check import expect_dtype, expect_rank, expect_shape, fp8_dtype
-from fpk.formats import FP8, INT8, Scheme
+from fpk.formats import FP8, INT8, Scheme, scheme_of
 from fpk.op import OPS
 
 __all__ = ["moe", "moe_experts"]
@@ -40,8 +42,8 @@ _FUSED = {
 def moe(
     x: Tensor,
     router_logits: Tensor,
-    w13: Weight,
-    w2: Weight,
+    w13: Experts,
+    w2: Experts,
     top_k: int = 2,
     routing: str = "softmax",
     renormalize: bool = True,
@@ -105,8 +107,8 @@ def moe_experts(
     x: Weight,
     weights: Tensor,
     ids: Tensor,
-    w13: Weight,
-    w2: Weight,
+    w13: Experts,
+    w2: Experts,
     activation: str = "silu",
     act: str = "none",
     bias13: Tensor | None = None,
@@ -137,7 +139,7 @@ def moe_experts(
         weights: (T, top_k) fp32.
         ids: (T, top_k) int32 or int64; an id out of range is skipped, as is one that expert_map gives -1.
         w13: (E, 2I, H) gate and up of the experts of this rank, halves or `interleaved` rows; (E, I, H) if not gated.
-            Quantized by a scheme, or plain in x's dtype.
+            Quantized by a scheme, Shuffled, or plain in x's dtype.
         w2: (E, H, I), likewise.
         activation, gated, interleaved, alpha, beta, limit: as in the op `act_and_mul`.
         act: "none", or the scheme of the activations of both products: "fp8_token", "fp8_tensor", "fp8_group128",
@@ -210,13 +212,13 @@ def moe_experts(
     )  # fmt: skip
 
 
-def _gathers(x: Weight, scheme: Scheme | None, weight: Weight, static: Static, rows: int) -> bool:
+def _gathers(x: Weight, scheme: Scheme | None, weight: Experts, static: Static, rows: int) -> bool:
     """Does the first product gather its tokens itself, instead of getting them in order?
 
     That saves a launch and a copy, but loading scattered rows costs time in every tile of columns, more so where scales
     come with them. Measured on an H200.
     """
-    if isinstance(weight, Quantized) and reads_packed(x, weight):
+    if isinstance(weight, Shuffled) or (isinstance(weight, Quantized) and reads_packed(x, weight)):
         return False
     if static.by_row:
         return False  # a token has a scale for each of its experts
@@ -233,7 +235,7 @@ def _gathers(x: Weight, scheme: Scheme | None, weight: Weight, static: Static, r
 
 
 def _permuted(
-    x: Weight, index: Tensor, top_k: int, offs: Tensor, scheme: Scheme | None, weight: Weight,
+    x: Weight, index: Tensor, top_k: int, offs: Tensor, scheme: Scheme | None, weight: Experts,
     on_input: Tensor | None, static: Static,
 ) -> Weight:  # fmt: skip
     """Rows for the first product; quantized before they are moved where that gives the same."""
@@ -255,7 +257,7 @@ def _permuted(
 
 
 def _activated(
-    hidden: Tensor, parameters: dict[str, Any], offs: Tensor, scheme: Scheme | None, weight: Weight,
+    hidden: Tensor, parameters: dict[str, Any], offs: Tensor, scheme: Scheme | None, weight: Experts,
     static: Static,
 ) -> Weight:  # fmt: skip
     """Rows for the second product."""
@@ -276,7 +278,7 @@ def _activated(
     return Quantized(codes, scale, scheme.name, check=False)
 
 
-def _fp8_dtype(scheme: Scheme, weight: Weight) -> torch.dtype | None:
+def _fp8_dtype(scheme: Scheme, weight: Experts) -> torch.dtype | None:
     """The FP8 type of the activations: that of FP8 weights, which a product of FP8 has on both sides; else None for
     other formats."""
     if scheme.product or scheme.format is INT8:
@@ -285,7 +287,7 @@ def _fp8_dtype(scheme: Scheme, weight: Weight) -> torch.dtype | None:
     return codes.dtype if codes.dtype in FP8 and not scheme_of_weight(weight).product else fp8_dtype(codes.device)
 
 
-def _quantized(x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Weight, static: Static) -> Quantized:
+def _quantized(x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Experts, static: Static) -> Quantized:
     """Rows in low precision; those of no expert, which lie behind all others, do not count for a common scale."""
     dtype = _fp8_dtype(scheme, weight)
     options: dict[str, Any] = dict(dtype=dtype) if dtype else {}
@@ -308,11 +310,14 @@ def _quantized(x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Weight, s
 
 
 def _product(
-    rows: Weight, weight: Weight, bias: Tensor | None, colsum: Tensor | None, *, offs: Tensor, out_dtype: torch.dtype,
+    rows: Weight, weight: Experts, bias: Tensor | None, colsum: Tensor | None, *, offs: Tensor, out_dtype: torch.dtype,
     fast_accum: bool, gather: Tensor | None = None, top_k: int = 1,
 ) -> Tensor:  # fmt: skip
     """Rows times their expert's weights; the op follows from the two schemes, as in `fpk.mm`."""
     order = dict(gather=gather, top_k=top_k)
+    if isinstance(weight, Shuffled):
+        format = scheme_of(weight.scheme).product
+        return OPS["grouped_mm_shuffled"](rows, weight.packed, weight.row_scale, offs, format, bias, out_dtype)
     if not isinstance(weight, Quantized):
         return OPS["grouped_mm"](rows, weight, offs, bias, out_dtype, **order)
     if reads_packed(rows, weight):

@@ -6,18 +6,23 @@ import torch
 from torch import Tensor
 
 from fpk._pairs import no_product
+from fpk._shuffled import Shuffled
 from fpk.api import Quantized
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_rank, expect_shape
 from fpk.formats import INT8, Scheme, scheme_of
 
 Weight = Tensor | Quantized
+Experts = Tensor | Quantized | Shuffled
 
 
-def codes_of(weight: Weight) -> Tensor:
+def codes_of(weight: Experts) -> Tensor:
+    """Codes, or the tensor itself; of shuffled weights a tensor without elements that has their shape."""
+    if isinstance(weight, Shuffled):
+        return torch.empty(weight.shape, dtype=torch.bfloat16, device="meta")
     return weight.codes if isinstance(weight, Quantized) else weight
 
 
-def scheme_of_weight(weight: Weight) -> Scheme:
+def scheme_of_weight(weight: Experts) -> Scheme:
     assert isinstance(weight, Quantized)
     return scheme_of(weight.scheme)
 
@@ -39,7 +44,7 @@ def result_dtype(x: Weight, act: str, on_input: bool, wanted: torch.dtype | None
     return dtype
 
 
-def expect_weights(x: Weight, dtype: torch.dtype, w13: Weight, w2: Weight, gated: bool) -> int:
+def expect_weights(x: Weight, dtype: torch.dtype, w13: Experts, w2: Experts, gated: bool) -> int:
     """Raise ValueError unless both weights fit x and each other; the number of experts."""
     for name, weight in (("w13", w13), ("w2", w2)):
         expect_rank(f"moe.{name}", codes_of(weight), 3)
@@ -47,7 +52,7 @@ def expect_weights(x: Weight, dtype: torch.dtype, w13: Weight, w2: Weight, gated
             if weight.zero_point is not None and not (scheme_of_weight(weight).product or weight.format is INT8):
                 raise ValueError(f"moe.{name}: expected weights without zero points, got {weight!r}")
         else:
-            expect_dtype(f"moe.{name}", weight, dtype)
+            expect_dtype(f"moe.{name}", codes_of(weight), dtype)
     E, H, I = tuple(w2.shape or ())
     wanted = (E, 2 * I if gated else I, H)
     if tuple(w13.shape or ()) != wanted:
@@ -58,7 +63,7 @@ def expect_weights(x: Weight, dtype: torch.dtype, w13: Weight, w2: Weight, gated
     return E
 
 
-def activation_scheme(act: str, weights: dict[str, Weight], static: dict[str, Tensor | None]) -> Scheme | None:
+def activation_scheme(act: str, weights: dict[str, Experts], static: dict[str, Tensor | None]) -> Scheme | None:
     """The scheme of the activations, None for "none"; ValueError where it has no product with the weights."""
     given = [name for name, scale in static.items() if scale is not None]
     if act == "none":

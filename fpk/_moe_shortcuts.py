@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpk._moe_checks import Static, Weight, codes_of
+from fpk._moe_checks import Experts, Static, Weight, codes_of
 from fpk.api import Quantized
 from fpk.device import of
 from fpk.formats import FP8, Scheme
@@ -24,7 +24,7 @@ WIDTH = 512
 
 
 def fits_few(
-    x: Weight, ids: Tensor, w13: Weight, w2: Weight, scheme: Scheme | None, static: list[Static],
+    x: Weight, ids: Tensor, w13: Experts, w2: Experts, scheme: Scheme | None, static: list[Static],
     dtype: torch.dtype,
 ) -> bool:  # fmt: skip
     """Would moe_up and moe_down run this layer, and faster? Never in batch-invariant mode: its sums have another order.
@@ -41,9 +41,9 @@ def fits_few(
     return x.zero_point is None and x.scale.dtype is torch.float32 and x.scale.shape[0] == x.codes.shape[0]
 
 
-def _has_product(w13: Weight, w2: Weight, scheme: Scheme | None) -> bool:
+def _has_product(w13: Experts, w2: Experts, scheme: Scheme | None) -> bool:
     if not isinstance(w13, Quantized) or not isinstance(w2, Quantized):
-        return scheme is None and not isinstance(w13, Quantized) and not isinstance(w2, Quantized)
+        return scheme is None and isinstance(w13, Tensor) and isinstance(w2, Tensor)
     group = -1 if scheme is None else scheme.granularity.cols
     if scheme is not None and (
         scheme.product or scheme.options or scheme.scale_format != "fp32" or scheme.granularity.rows != 1
@@ -66,7 +66,7 @@ def _has_product(w13: Weight, w2: Weight, scheme: Scheme | None) -> bool:
 
 
 def up(
-    x: Weight, ids: Tensor, w13: Weight, bias: Tensor | None, expert_map: Tensor | None, dtype: torch.dtype,
+    x: Weight, ids: Tensor, w13: Experts, bias: Tensor | None, expert_map: Tensor | None, dtype: torch.dtype,
     parameters: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """Activated rows in the order of slots; of tokens that are quantized already if the layer quantizes them."""
@@ -77,7 +77,7 @@ def up(
 
 
 def down(
-    rows: Weight, weights: Tensor, ids: Tensor, w2: Weight, bias: Tensor | None, expert_map: Tensor | None,
+    rows: Weight, weights: Tensor, ids: Tensor, w2: Experts, bias: Tensor | None, expert_map: Tensor | None,
     residual: Tensor | None, residual_weight: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The layer's result from those rows."""
@@ -88,7 +88,7 @@ def down(
 
 
 def fits_fused(
-    rows: int, w13: Weight, scheme: Scheme | None, static: list[Static], dtype: torch.dtype, gated: bool,
+    rows: int, w13: Experts, scheme: Scheme | None, static: list[Static], dtype: torch.dtype, gated: bool,
     interleaved: bool, activation: str,
 ) -> bool:  # fmt: skip
     """Would grouped_up_quantize_fp8_group take this many sorted rows, and be faster? Measured on an H200."""
@@ -113,7 +113,7 @@ def fits_fused(
 
 
 def fused(
-    rows: Weight, w13: Weight, bias: Tensor | None, offs: Tensor, scheme: Scheme | None, dtype: torch.dtype,
+    rows: Weight, w13: Experts, bias: Tensor | None, offs: Tensor, scheme: Scheme | None, dtype: torch.dtype,
     parameters: dict[str, Any],
 ) -> Quantized:  # fmt: skip
     """Rows for the second product."""
@@ -125,7 +125,7 @@ def fused(
     return Quantized(codes, scale, scheme.name, check=False)
 
 
-def _scales(rows: Weight, weight: Weight) -> dict[str, Any]:
+def _scales(rows: Weight, weight: Experts) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if isinstance(rows, Quantized):
         made |= dict(scale_a=rows.scale, group=rows.granularity.cols)

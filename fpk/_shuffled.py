@@ -12,15 +12,17 @@ from fpk.op import OPS
 __all__ = ["Shuffled", "shuffle", "shuffled_arguments"]
 
 _FORMATS = ("mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2")
+_EXPERTS = ("mxfp4", "nvfp4")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Shuffled:
-    """A packed weight (N, K) in the order of the op `shuffle_weight`; `fpk.shuffle` makes it.
+    """A packed weight (N, K), or one for each of E experts, in the order of the op `shuffle_weight`; `fpk.shuffle`
+    makes it.
 
     Args:
-        packed: uint8 (lines, 256).
-        row_scale: (N, 1) fp32, the factor of each row; for NVFP4 times the global scale.
+        packed: uint8 (lines, 256) or (E, lines, 256).
+        row_scale: (N, 1) or (E, N, 1) fp32, the factor of each row; for NVFP4 times the global scale.
         scheme: of the weight.
         target: "bf16" for bf16 activations, "fp8" for FP8 ones with a scale per tensor or token.
         shape: of the values.
@@ -41,7 +43,11 @@ class Shuffled:
     def parts(self) -> dict[str, Any]:
         """Codes, scale and global scale as `Quantized` takes them: the layout undone."""
         product = scheme_of(self.scheme).product
-        codes, scale = OPS["unshuffle_weight"](self.packed, self.row_scale, self.shape[1], product, self.target)
+        pairs = [(self.packed, self.row_scale)]
+        if len(self.shape) == 3:
+            pairs = list(zip(self.packed, self.row_scale, strict=True))
+        made = [OPS["unshuffle_weight"](p, r, self.shape[-1], product, self.target) for p, r in pairs]
+        codes, scale = (torch.stack(m) if len(self.shape) == 3 else m[0] for m in zip(*made, strict=True))
         if product == "nvfp4":
             scale = scale.view(E4M3FN.dtype)
         return dict(codes=codes, scale=scale, scheme=self.scheme, global_scale=self.global_scale)
@@ -56,17 +62,20 @@ def shuffle(weight: Any, activation: str = "none") -> Shuffled:
     Reads a flag from the device, once.
 
     Args:
-        weight: Quantized (N, K): "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2" or "nvfp4".
+        weight: Quantized (N, K): "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2" or "nvfp4"; the first and the last also (E, N, K),
+            for the experts of `fpk.moe` with bf16 activations.
         activation: "none" for bf16 activations; "fp8_token" or "fp8_tensor" (static or not), for "mxfp4" only.
 
     Returns:
-        What `fpk.mm` takes in the place of the weight.
+        What `fpk.mm` or `fpk.moe` takes in the place of the weight.
 
     Raises:
         ValueError: a weight or activations that the layout does not serve, or with FP8 activations a row whose scales
             lie so far apart that e4m3 does not hold their values.
     """
     scheme = scheme_of(weight.scheme)
+    if weight.codes.dim() == 3 and scheme.product in _EXPERTS and activation == "none":
+        return _shuffled_experts(weight, scheme.product)
     if scheme.product not in _FORMATS or weight.codes.dim() != 2:
         raise ValueError(f"shuffle.weight: expected an (N, K) matrix of {', '.join(_FORMATS)}, got {weight!r}")
     fp8 = activation.removesuffix("_static") in ("fp8_token", "fp8_channel", "fp8_tensor")
@@ -84,6 +93,14 @@ def shuffle(weight: Any, activation: str = "none") -> Shuffled:
     if weight.global_scale is not None:
         row_scale = row_scale * weight.global_scale
     return Shuffled(packed, row_scale, weight.scheme, target, weight.shape, weight.global_scale)
+
+
+def _shuffled_experts(weight: Any, product: str) -> Shuffled:
+    made = [OPS["shuffle_weight"](c, s, product, "bf16") for c, s in zip(weight.codes, weight.scale, strict=True)]
+    packed, row_scale = torch.stack([m[0] for m in made]), torch.stack([m[1] for m in made])
+    if weight.global_scale is not None:
+        row_scale = row_scale * weight.global_scale
+    return Shuffled(packed, row_scale, weight.scheme, "bf16", weight.shape, weight.global_scale)
 
 
 def shuffled_arguments(qx: Any, weight: Shuffled) -> dict[str, Any]:

@@ -210,6 +210,18 @@ def test_the_fewest_launches(launches, device):
         assert launches() - start == count, (weight, act)
 
 
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
+def test_shuffled_experts_are_the_same_layer(scheme, device):
+    given = {n: randn(*s, seed=2).to(device) / 8 for n, s in dict(w13=(3, 192, 128), w2=(3, 128, 96)).items()}
+    plain = {n: fpk.quantize(w, scheme) for n, w in given.items()}
+    shuffled = {n: fpk.shuffle(w) for n, w in plain.items()}
+    assert_close(shuffled["w2"].parts()["codes"], plain["w2"].codes, 0.0)
+    x, logits = randn(5, 128).to(device), randn(5, 3).to(device)
+    assert rel_error(fpk.moe(x, logits, **shuffled), fpk.moe(x, logits, **plain)) < 6e-3
+    with pytest.raises(ValueError, match=r"moe.w13: expected float16|moe.w13: expected dtype"):
+        fpk.moe(x.half(), logits, **shuffled)
+
+
 FEW = [("plain", "none", 3), ("fp8_channel", "fp8_token", 5), ("fp8_block128", "fp8_group128", 5),
        ("fp8_channel", "none", 3)]  # fmt: skip
 

@@ -38,8 +38,9 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 # weights, activations, and TFLOP/s that a matrix product of 8192^3 reached on an H200
 SCHEMES = {
     "fp8_channel:fp8_token": 1561.0, "fp8_block128:fp8_group128": 1561.0, "int8_channel:int8_token": 1561.0,
-    "bf16": 781.0,
+    "mxfp4": 781.0, "bf16": 781.0,
 }  # fmt: skip
+WEIGHT_BYTES = {"mxfp4": 0.53125, "bf16": 2.0}  # an element, with its share of a scale; one byte in other schemes
 FIELDS = (
     "model", "scheme", "routing", "T", "stage", "us", "other", "other_us", "ratio", "share", "gb_per_s", "tflops",
     "error", "experts", "gpu", "torch", "triton", "date",
@@ -69,6 +70,9 @@ class Case:
 
 
 def random_weights(E: int, N: int, K: int, scheme: str) -> Any:
+    if scheme == "mxfp4":
+        codes = torch.randint(0, 256, (E, N, K // 2), device="cuda", dtype=torch.uint8)
+        return Quantized(codes, torch.randint(118, 124, (E, N, K // 32), device="cuda", dtype=torch.uint8), scheme)
     made = []
     for first in range(0, E, 16):
         w = torch.randn((min(16, E - first), N, K), device="cuda", dtype=torch.bfloat16)
@@ -103,6 +107,7 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
     """name: (call with the number of a routing, bytes that must move, flops)."""
     (E, top_k, H, I), T = case.sizes, case.T
     R, size = T * top_k, 2 if case.act == "none" else 1
+    stored = WEIGHT_BYTES.get(case.scheme, 1.0)
     routed = [OPS["route"](z, top_k) for z in case.logits]
     ordered = [OPS["sort_by_expert"](ids, E) for _, ids in routed]
     active = torch.stack([(torch.bincount(ids.flatten(), minlength=E) > 0).sum() for _, ids in routed]).float().mean()
@@ -132,6 +137,9 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
 
     def product(weight: Any, a: Any, i: int) -> Any:
         offs = ordered[i][2]
+        if case.scheme == "mxfp4":
+            a = a[0] if isinstance(a, tuple) else a
+            return OPS["grouped_mm_packed"](a, weight.codes, weight.scale, offs, format_b="mxfp4")
         if case.act == "none":
             return OPS["grouped_mm"](a[0] if isinstance(a, tuple) else a, weight, offs)
         name = "grouped_scaled_mm_group" if "group" in case.act else "grouped_scaled_mm"
@@ -139,7 +147,7 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
 
     made["w13"] = (
         lambda i: product(case.w13, rows[i], i),
-        int(held * 2 * I * H * size) + R * H * size + 2 * R * 2 * I, 4 * R * I * H,
+        int(held * 2 * I * H * stored) + R * H * size + 2 * R * 2 * I, 4 * R * I * H,
     )  # fmt: skip
     hidden = torch.randn((R, 2 * I), device="cuda", dtype=torch.bfloat16)
     activation = "act_and_mul" if case.act == "none" else f"act_and_mul_{quantizer}"
@@ -147,17 +155,47 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
     second = OPS[activation](hidden)
     made["w2"] = (
         lambda i: product(case.w2, second, i),
-        int(held * I * H * size) + R * I * size + 2 * R * H, 2 * R * I * H,
+        int(held * I * H * stored) + R * I * size + 2 * R * H, 2 * R * I * H,
     )  # fmt: skip
     out = torch.randn((R, H), device="cuda", dtype=torch.bfloat16)
     made["unpermute"] = (lambda i: OPS["moe_unpermute"](out, ordered[i][1], routed[i][0]), 2 * (R + T) * H, 0)
-    weights = int(held * 3 * I * H * size)
+    if case.act != "none":
+        made |= shortcuts(case, tokens, routed, ordered, rows, second)
+    weights = int(held * 3 * I * H * stored)
     made["layer"] = (
         lambda i: moe(
             case.x[i], case.logits[i], case.w13, case.w2, top_k=top_k, act=case.act, fast_accum=True
         ),
         weights, 6 * R * I * H,
     )  # fmt: skip
+    return made
+
+
+def shortcuts(case: Case, tokens: Any, routed: Any, ordered: Any, rows: Any, second: Any) -> dict[str, Any]:
+    """Stages that take the place of several: of few tokens, and of many rows of FP8 blocks."""
+    (E, top_k, H, I) = case.sizes
+    R, block = case.T * top_k, "group" in case.act
+    scaling = dict(group=128 if block else -1, block_rows=128 if block else 1)
+    made: dict[str, tuple[Callable[[int], Any], int, int]] = {}
+    if case.scheme.startswith("fp8") and (case.T == 1 or 2 * R <= E) and R <= 32:
+
+        def up(i: int) -> Any:
+            (codes, scale), ids = tokens[i], routed[i][1]
+            return OPS["moe_up"](codes, ids, case.w13.codes, scale, case.w13.scale, **scaling)
+
+        def down(i: int) -> Any:
+            weights, ids = routed[i]
+            return OPS["moe_down"](second[0], weights, ids, case.w2.codes, second[1], case.w2.scale, **scaling)
+
+        made["up"] = (up, R * 2 * I * H, 4 * R * I * H)
+        made["down"] = (down, R * I * H, 2 * R * I * H)
+    if block and R >= 48 * E:
+        made["w13 + activation"] = (
+            lambda i: OPS["grouped_up_quantize_fp8_group"](
+                rows[i][0], case.w13.codes, rows[i][1], case.w13.scale, ordered[i][2]
+            ),
+            E * 2 * I * H + R * (H + I), 4 * R * I * H,
+        )  # fmt: skip
     return made
 
 
@@ -205,7 +243,7 @@ def cases(options) -> Any:
     for model in options.models:
         E, _, H, I = MODELS[model]
         for scheme in options.schemes:
-            if "block" in scheme and (H % 128 or I % 128):
+            if ("block" in scheme and (H % 128 or I % 128)) or (scheme == "mxfp4" and model != "gpt_oss_120b"):
                 continue
             w13, w2 = random_weights(E, 2 * I, H, scheme), random_weights(E, H, I, scheme)
             for T in options.tokens:
@@ -239,6 +277,8 @@ def compile_all(options) -> None:
         if case.routing != "balanced":
             continue
         for name, (call, _, _) in stages(case).items():
+            if options.stages and name not in options.stages:
+                continue
             calls = [call]
             if other is not None:
                 calls += list((other.layer(case) if name == "layer" else other.stage(case, name)).values())
@@ -253,7 +293,7 @@ def compile_all(options) -> None:
 def rows(case: Case, copy: float, other: Any, options) -> Any:
     peak = SCHEMES[case.scheme]
     for name, (call, moved, flops) in stages(case).items():
-        if case.routing != "balanced" and name != "layer":
+        if (case.routing != "balanced" and name != "layer") or (options.stages and name not in options.stages):
             continue
         # many calls a graph where they are short: its start, some 10 us, is no part of them
         sets = list(range(len(case.x))) * (3 if case.T <= 64 else 2 if name in ("w13", "w2", "layer") else 12)
@@ -288,6 +328,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES)[:2])
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--stages", nargs="*", default=[], help="all if none are named")
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--others")
     parser.add_argument("--minutes", type=float, default=60.0)
