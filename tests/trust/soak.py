@@ -32,6 +32,7 @@ from fpk.op import OPS, Op
 from trust.on_gpu import arguments, tensors
 
 THREADS, DEPTH = 4, 100  # DEPTH: calls that a stream may be behind
+PREPARING = 0.5  # of the time
 
 
 def copied(args: dict[str, Any]) -> dict[str, Any]:
@@ -72,38 +73,50 @@ class Work:
 
 
 def soak(names: list[str], seconds: float) -> list[str]:
+    """`seconds` in all: preparing, at most PREPARING of them, then all ops at random on every thread."""
     failures: list[str] = []
-    first: dict[tuple[str, int], list[Tensor]] = {}
-    shares: list[list[tuple[int, tuple[str, int], Work]]] = [[] for _ in range(THREADS)]
-    for number, name in enumerate(names):
+    first: list[list[Tensor]] = []
+    ready: list[str] = []
+    shares: list[list[tuple[int, Work]]] = [[] for _ in range(THREADS)]
+    begin = time.monotonic()
+    for name in names:
+        if time.monotonic() - begin > PREPARING * seconds:
+            print(f"no time for the ops from {name} on", flush=True)
+            break
         op = OPS[name]
-        for pick, case in enumerate(ample(op)[:2]):
-            try:
-                args = arguments(op, case)
-                works = [Work(op, args) for _ in range(THREADS)]
-                first[name, pick] = [bits(o).clone() for o in works[0].call()]
-                for share, work in zip(shares, works, strict=True):
-                    work.call()
-                    work.capture()
-                    share.append((number, (name, pick), work))
-            except NotImplementedError as error:
-                print(f"{name}: not here, {error}", flush=True)
+        try:
+            args = arguments(op, ample(op)[0])
+            works = [Work(op, args) for _ in range(THREADS)]
+            outs = [bits(o).clone() for o in works[0].call()]
+            for work in works:
+                work.call()
+                work.capture()
+        except NotImplementedError as error:
+            print(f"{name}: not here, {error}", flush=True)
+            continue
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__} {str(error)[:300]}")
+            continue
+        for share, work in zip(shares, works, strict=True):
+            share.append((len(ready), work))
+        ready.append(name)
+        first.append(outs)
     torch.cuda.synchronize()
-    print(f"{len(first)} cases of {len(names)} ops on {THREADS} threads, each also as a graph", flush=True)
-    wrong = torch.zeros(THREADS, len(names), dtype=torch.int64, device="cuda")
+    took = time.monotonic() - begin
+    print(f"{len(ready)} ops on {THREADS} threads, each also as a graph, prepared in {took:.0f} s", flush=True)
+    wrong = torch.zeros(THREADS, len(ready), dtype=torch.int64, device="cuda")
     counts: list[Counter] = [Counter() for _ in range(THREADS)]
-    end = time.monotonic() + seconds
 
     def work_through(thread: int) -> None:
         rng = random.Random(thread)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            while time.monotonic() < end:
+            while time.monotonic() < begin + seconds:
                 for _ in range(DEPTH):
-                    number, key, work = rng.choice(shares[thread])
+                    number, work = rng.choice(shares[thread])
                     replayed = rng.random() < 0.5
                     outs = work.replay() if replayed else work.call()
-                    for o, f in zip(outs, first[key], strict=True):
+                    for o, f in zip(outs, first[number], strict=True):
                         wrong[thread, number] += (bits(o) != f).sum()
                     counts[thread]["replays" if replayed else "calls"] += 1
                 stream.synchronize()
@@ -122,7 +135,7 @@ def soak(names: list[str], seconds: float) -> list[str]:
         thread.join()
     torch.cuda.synchronize()
     differing = wrong.sum(0).tolist()
-    failures += [f"{n}: {d} elements differ from the first" for n, d in zip(names, differing, strict=True) if d]
+    failures += [f"{n}: {d} elements differ from the first" for n, d in zip(ready, differing, strict=True) if d]
     total = sum(counts, Counter())
     print(f"soak: {time.monotonic() - start:.0f} s, {total['calls']} calls, {total['replays']} replays", flush=True)
     return failures
