@@ -1,7 +1,7 @@
-"""The Gluon kernel of mm_shuffled: units of packed codes go from shared memory to the registers that wgmma wants.
+"""Device code of mm_shuffled for sm90: units of packed codes go from shared memory to the registers that wgmma wants.
 
 What a thread reads in 16 neighbouring bytes are the codes of its own places in the left operand, so that decoding moves
-no value to another thread. Every program takes the same number of consecutive steps (a row of units times 128 or 256
+no value to another thread. Every program takes the same number of consecutive steps (rows of units times 128 to 512
 columns); where it holds only part of a row's K it leaves a partial sum, and the last of those that share the row adds
 them up, in order, so that the result does not depend on timing. Its ticket counter is zero before and after.
 """
@@ -9,15 +9,9 @@ them up, in order, so that the result does not depend on timing. Its ticket coun
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from fpk.kernels.gemm._gluon import TensorDescriptor, barrier, tma_load
+from fpk.kernels.gemm._gluon import TensorDescriptor, barrier
 
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
@@ -147,27 +141,6 @@ def _decode(
 
 
 @gluon.jit
-def _fetch_units(
-    codes_desc, second_desc, stored_desc, codes, seconds, stored, bar, slot, tile, step, units_k, pred,
-    ROWS: gl.constexpr, UNITS: gl.constexpr, SIX: gl.constexpr, LINES: gl.constexpr, BYTES: gl.constexpr,
-):  # fmt: skip
-    """Fetch the codes and scales of a step; and say how many bytes will come, its activations included."""
-    mbarrier.expect(bar, BYTES, pred=pred)
-    for r in gl.static_range(ROWS):
-        unit = (tile * ROWS + r) * units_k + step * UNITS
-        tma_load(codes_desc, [unit * 16, 0], bar, codes.index(slot * ROWS + r), pred=pred)
-        if SIX:
-            tma_load(second_desc, [unit * 8, 0], bar, seconds.index(slot * ROWS + r), pred=pred)
-        tma_load(stored_desc, [unit * LINES, 0], bar, stored.index(slot * ROWS + r), pred=pred)
-
-
-@gluon.jit
-def _fetch_activations(a_desc, tiles, bar, slot, step, m, pred, UNITS: gl.constexpr, BLOCK_M: gl.constexpr):
-    for i in gl.static_range(2 * UNITS):
-        tma_load(a_desc, [m * BLOCK_M, (step * UNITS * 2 + i) * 64], bar, tiles.index(slot * 2 * UNITS + i), pred=pred)
-
-
-@gluon.jit
 def _multiply(
     acc, codes, seconds, stored, tiles, at, slot, FP8: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, PACK: gl.constexpr, UNITS: gl.constexpr, LINES: gl.constexpr,
@@ -235,104 +208,3 @@ def _finish(
             acc += gl.load(bias_ptr + at_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
         ptrs = out_ptr + at_m.to(gl.int64)[None, :] * stride_om + at_n[:, None]
         gl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
-
-
-@gluon.jit(do_not_specialize=["M", "units_n", "units_k", "per_program", "stride_sa"])
-def units_kernel(
-    codes_desc, second_desc, stored_desc, a_desc, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr,
-    M, N, units_n, units_k, per_program, stride_om, stride_sa,
-    PDL: gl.constexpr, FP8: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr, ASM: gl.constexpr,
-    CONSTRAINTS: gl.constexpr, PACK: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, UNITS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """ROWS rows of units, one or two, of UNITS units along K at a time."""
-    LINES: gl.constexpr = 32 // GROUP
-    SIZE: gl.constexpr = 1 if FP8 else 2
-    BYTES: gl.constexpr = ROWS * UNITS * (4096 + (2048 if SIX else 0) + 256 * LINES) + BLOCK_M * UNITS * 128 * SIZE
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 // SIZE])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4 // SIZE)
-    codes = gl.allocate_shared_memory(gl.int32, [STAGES * ROWS, 16 * UNITS, 64], codes_desc.layout)
-    seconds = codes
-    if SIX:
-        seconds = gl.allocate_shared_memory(gl.int32, [STAGES * ROWS, 8 * UNITS, 64], second_desc.layout)
-    stored = gl.allocate_shared_memory(gl.int32, [STAGES * ROWS, LINES * UNITS, 64], stored_desc.layout)
-    tiles = gl.allocate_shared_memory(
-        gl.float8e4nv if FP8 else gl.bfloat16, [STAGES * 2 * UNITS, BLOCK_M, 64], a_desc.layout
-    )
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-    fence_async_shared()
-    barrier()
-    m, program = gl.program_id(0), gl.program_id(1)  # neighbours share weights
-    tiles_n, steps = gl.cdiv(units_n, ROWS), gl.cdiv(units_k, UNITS)
-    begin = program * per_program
-    end = min(begin + per_program, tiles_n * steps)
-    tile = begin // steps
-    k = begin - tile * steps
-    k_begin, next_tile, next_k = k, tile, k
-    for i in gl.static_range(STAGES - 1):
-        _fetch_units(
-            codes_desc, second_desc, stored_desc, codes, seconds, stored, bars.index(i), i, next_tile, next_k, units_k,
-            begin + i < end, ROWS, UNITS, SIX, LINES, BYTES,
-        )  # fmt: skip
-        next_k += 1
-        next_tile = gl.where(next_k == steps, next_tile + 1, next_tile)
-        next_k = gl.where(next_k == steps, 0, next_k)
-    if PDL:  # weights may be read before the kernel in front has finished, nothing else
-        gdc_wait()
-        gdc_launch_dependents()
-    a_k = k
-    for i in gl.static_range(STAGES - 1):
-        _fetch_activations(a_desc, tiles, bars.index(i), i, a_k, m, begin + i < end, UNITS, BLOCK_M)
-        a_k = gl.where(a_k + 1 == steps, 0, a_k + 1)
-    slot, refill, phase = 0, STAGES - 1, 0
-    acc_0 = gl.zeros((64, BLOCK_M), gl.float32, LAYOUT)
-    acc_1 = acc_0
-    for at in range(begin, end):
-        mbarrier.wait(bars.index(slot), phase)
-        acc_0 = _multiply(
-            acc_0, codes, seconds, stored, tiles, slot * ROWS, slot, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK, UNITS,
-            LINES, BLOCK_M, LEFT,
-        )  # fmt: skip
-        if ROWS == 2:
-            acc_1 = _multiply(
-                acc_1, codes, seconds, stored, tiles, slot * 2 + 1, slot, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK,
-                UNITS, LINES, BLOCK_M, LEFT,
-            )  # fmt: skip
-        barrier()  # everybody is done with the stage before this one, which is refilled now, while products run
-        more = at + (STAGES - 1) < end
-        _fetch_units(
-            codes_desc, second_desc, stored_desc, codes, seconds, stored, bars.index(refill), refill, next_tile, next_k,
-            units_k, more, ROWS, UNITS, SIX, LINES, BYTES,
-        )  # fmt: skip
-        _fetch_activations(a_desc, tiles, bars.index(refill), refill, next_k, m, more, UNITS, BLOCK_M)
-        next_k += 1
-        next_tile = gl.where(next_k == steps, next_tile + 1, next_tile)
-        next_k = gl.where(next_k == steps, 0, next_k)
-        if not FP8:
-            if ROWS == 2:
-                acc_0, acc_1 = warpgroup_mma_wait(0, deps=[acc_0, acc_1])
-            else:
-                acc_0 = warpgroup_mma_wait(0, deps=[acc_0])
-        refill = slot
-        slot += 1
-        phase = gl.where(slot == STAGES, phase ^ 1, phase)
-        slot = gl.where(slot == STAGES, 0, slot)
-        k += 1
-        if (k == steps) | (at == end - 1):
-            whole, first = (k_begin == 0) & (k == steps), tile * steps // per_program
-            last = (tile * steps + steps - 1) // per_program
-            _finish(
-                acc_0, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om,
-                stride_sa, whole, m, tile, tiles_n, program, first, last, gl.num_programs(1), ROWS, 0, BLOCK_M,
-            )  # fmt: skip
-            if ROWS == 2:
-                _finish(
-                    acc_1, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om,
-                    stride_sa, whole, m, tile, tiles_n, program, first, last, gl.num_programs(1), ROWS, 1, BLOCK_M,
-                )  # fmt: skip
-            tile += 1
-            k, k_begin = 0, 0
-            acc_0 = gl.zeros((64, BLOCK_M), gl.float32, LAYOUT)
-            acc_1 = acc_0

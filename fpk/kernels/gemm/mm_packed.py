@@ -10,8 +10,8 @@ where that is exact, and the sums of their groups in fp32 elsewhere.
 
 Kernels: `tile`, one output tile a program (SWAP puts the weights on the matrix instruction's 64-row side, for few
 tokens); `split`, the same with K divided over programs and an ordered reduction; `warps`, Gluon for sm90 and two MXFP8
-operands: warps that load, warps that multiply and scale; `native`, by the block scales of the matrix unit, where it has
-them (sm100, sm120, gfx950) for the pair.
+operands: warps that load, warps that decode to bf16 and multiply; `native`, by the block scales of the matrix unit,
+where it has them (sm100, sm120, gfx950) for the pair.
 
 Source: OCP Microscaling Formats 1.0; NVFP4 and W4A16 inference (vLLM serves them through Marlin and triton_kernels).
 """
@@ -29,7 +29,7 @@ from fpk.device import Device, of
 from fpk.kernels._tile import tile_of
 from fpk.kernels.gemm._gluon import AVAILABLE
 from fpk.kernels.gemm._gluon_mx import launch as launch_warps
-from fpk.kernels.gemm._gluon_mx import mx_warps_kernel, words_of_scales
+from fpk.kernels.gemm._gluon_mx import mx_warps_configs, mx_warps_kernel, shared_bytes, words_of_scales
 from fpk.kernels.gemm._mm import broadcast_strides, finish, fits_descriptors, parts_buffer, reduce_parts, store_tile
 from fpk.kernels.gemm._native import INTERPRETABLE, TARGETS, native_kernel, native_kinds
 from fpk.kernels.gemm._operands import (
@@ -159,8 +159,7 @@ def configs(
                 num_stages=stages,
             )  # fmt: skip
     if M >= 256 and arch == "sm90":
-        for m, n, stages, group in ((128, 64, 4, 8), (128, 128, 4, 8), (128, 128, 4, 16)):
-            yield Config(kernel="warps", COMPUTE="fp8", BLOCK_M=m, BLOCK_N=n, STAGES=stages, GROUP_M=group, num_warps=4)
+        yield from mx_warps_configs(M, b.shape[0], of(a.device).sm_count)
     for compute in compute_types(left, right, of(a.device)):
         step = step_of(left.columns(a), promoted_groups(constants(compute, left, right, a.dtype)))
         yield from packed_space(M, compute, step, of(a.device))
@@ -177,12 +176,11 @@ def legal(
     if config["kernel"] == "warps":
         if not AVAILABLE or not (format_a.startswith("mxfp8") and format_b.startswith("mxfp8")):
             return False
-        if scale_a is None or a.shape[1] % 128 or not words_of_scales(scale_a, scale_b):
+        if scale_a is None or a.shape[1] % 128 or scale_a.stride(1) != 1 or not words_of_scales(scale_b):
             return False
-        m, n, size = config["BLOCK_M"], config["BLOCK_N"], out_dtype.itemsize
-        held = config["STAGES"] * (m + n) * (128 + 16) + m * n // 2 * size + 1024
-        # rows of the output leave by descriptors too
-        return fits_descriptors(a, b) and b.shape[0] * size % 16 == 0 and held <= device.shared_limit
+        # rows of the output leave by descriptors
+        even = b.shape[0] * out_dtype.itemsize % 16 == 0
+        return fits_descriptors(b) and even and shared_bytes(config, out_dtype.itemsize) <= device.shared_limit
     return fits(config, device, left, right, a.dtype, left.columns(a))
 
 

@@ -5,7 +5,7 @@
 bf16 activations take a weight of target "bf16" (MXFP4, MXFP6, NVFP4; every value is exact in bf16), FP8 activations one
 of target "fp8" (MXFP4; exact in e4m3 under the scale of its row).
 
-Kernels: `units`, Gluon for sm90: codes go from shared memory straight into the registers of the tensor core; FP8 sums
+Kernels: `warps`, Gluon for sm90: codes go from shared memory straight into the registers of the tensor core; FP8 sums
 leave it every 128 columns. `plain`, anywhere: a unit at a time, in bf16.
 
 Source: own; weight-only FP4 as Marlin and triton_kernels serve it.
@@ -33,12 +33,14 @@ from fpk.device import Device, of
 from fpk.formats import decode
 from fpk.kernels._tile import decode_fp8, tile_of
 from fpk.kernels.gemm._gluon import AVAILABLE, descriptor
-from fpk.kernels.gemm._gluon_units import flat_descriptor, units_kernel
+from fpk.kernels.gemm._gluon_unit_warps import unit_warps_kernel
+from fpk.kernels.gemm._gluon_units import flat_descriptor
 from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._operands import decode_codes
 from fpk.kernels.gemm._tickets import LIMIT, tickets
 from fpk.kernels.gemm._unit_assembly import assembly
+from fpk.kernels.gemm._unit_space import registers, unit_warps_configs, unit_warps_space
 from fpk.kernels.pack._shuffle import (
     COLUMNS,
     ELEMENTS,
@@ -149,32 +151,14 @@ def _plain_kernel(
     tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
 
 
-def configs(a: Tensor, **_: Any):
-    M = bucket(a.shape[0])
-    if of(a.device).arch != "cpu":
-        yield from _defaults(M)
-    plain = max(16, min(64, M))
-    yield Config(kernel="plain", BLOCK_M=plain, num_warps=4, num_stages=1)
-    for block, rows, units, stages, per_sm in (
-        (m, r, u, s, p)
-        for m in (8, 16, 32, 64, 128) for r in (1, 2) for u in (1, 2) for s in (2, 3, 4) for p in (0, 1, 2, 3, 4)
-        if m <= max(8, M) and (m >= 64 or M <= 256)
-    ):  # fmt: skip
-        yield Config(kernel="units", BLOCK_M=block, ROWS=rows, UNITS=units, STAGES=stages, PER_SM=per_sm, num_warps=4)
-
-
-def _defaults(M: int):
-    """Measured on an H200: (largest M, BLOCK_M, ROWS, UNITS, STAGES, PER_SM), the second for wider codes."""
-    for limit, *fields in (
-        (8, 8, 1, 2, 3, 5), (8, 8, 1, 2, 3, 4), (16, 16, 1, 2, 3, 4), (16, 16, 1, 2, 3, 3), (32, 32, 1, 2, 3, 3),
-        (32, 32, 1, 1, 4, 3), (64, 64, 1, 1, 4, 2), (64, 64, 1, 1, 3, 2),
-    ):  # fmt: skip
-        if limit // 2 < M <= limit or M <= limit == 8:
-            yield Config(kernel="units", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
-    yield Config(kernel="units", **dict(zip(_FIELDS, (128, 1, 1, 3, 0), strict=True)), num_warps=4)
-
-
-_FIELDS = ("BLOCK_M", "ROWS", "UNITS", "STAGES", "PER_SM")
+def configs(a: Tensor, packed: Tensor, row_scale: Tensor, format: str, scale_a: Tensor | None, **_: Any):
+    M, device = bucket(a.shape[0]), of(a.device)
+    if device.arch != "cpu":
+        wide = ELEMENTS[format].bits == 6
+        yield from unit_warps_configs(M, row_scale.shape[0], wide, scale_a is not None, device.sm_count)
+    yield Config(kernel="plain", BLOCK_M=max(16, min(64, M)), num_warps=4, num_stages=1)
+    if device.arch != "cpu":
+        yield from unit_warps_space(M)
 
 
 def _stage_bytes(config: Config, a: Tensor, format: str) -> int:
@@ -187,7 +171,9 @@ def legal(config: Config, device: Device, a: Tensor, packed: Tensor, row_scale: 
         return True
     if not AVAILABLE or not fits_descriptors(a) or packed.data_ptr() % 16:
         return False
-    rows = triton.cdiv(a.shape[0], config["BLOCK_M"]) * (units_of(row_scale.shape[0], a.shape[1])[0] + 1)
+    if a.element_size() == 1 and config["BLOCK_M"] > 128:
+        return False  # FP8 sums leave the tensor core: twice the registers
+    rows = triton.cdiv(a.shape[0], config["BLOCK_M"]) * (units_of(row_scale.shape[0], a.shape[1])[0] + 2)
     held = _stage_bytes(config, a, format) * config["STAGES"] + 2048
     return rows <= LIMIT and held * max(1, config["PER_SM"]) <= device.shared_limit
 
@@ -245,7 +231,7 @@ def inputs(
     ),
     kernels=dict(
         plain=Kernel(_plain_kernel, matrix=True),
-        units=Kernel(units_kernel, targets=("sm90",), interpretable=False, matrix=True),
+        warps=Kernel(unit_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key, cost=cost, cases=linear_cases(),
 )  # fmt: skip
@@ -300,12 +286,12 @@ def mm_shuffled(
     first, second = units_n * units_k * 16, units_n * units_k * (8 if made["BITS"] == 6 else 0)
     scale_lines = 32 // made["GROUP"]
     codes = flat_descriptor(lines[:first], 16 * units)
-    units_kernel[(columns, programs)](
+    unit_warps_kernel[(columns, programs)](
         codes, flat_descriptor(lines[first : first + second], 8 * units) if second else codes,
         flat_descriptor(lines[first + second :], scale_lines * units), descriptor(a, block, 64),
         out, parts, counters, row_scale, scale_a, bias,
         M, N, units_n, units_k, per_program, out.stride(0), stride_sa,
         FP8=made["FP8"], GROUP=made["GROUP"], SIX=made["BITS"] == 6, **assembly(made["FORMAT"], made["FP8"]),
-        **config, **dependent(device, M),
+        **config, **registers(rows, per_sm), **dependent(device, M),
     )  # fmt: skip
     return out

@@ -1,0 +1,59 @@
+"""Configs of mm_shuffled's `warps` kernel."""
+
+from collections.abc import Iterator
+
+from triton import cdiv
+
+from fpk.db import Config
+from fpk.kernels.pack._shuffle import ROWS
+
+_FIELDS = ("BLOCK_M", "ROWS", "UNITS", "STAGES", "PER_SM")
+# what an H200 ran fastest at real layers' sizes: most tokens; codes of 4 bits, of 6, FP8 activations
+_FEW = (
+    (8, (8, 1, 2, 3, 4), (8, 1, 2, 3, 4), (8, 1, 2, 3, 4)),
+    (16, (16, 1, 2, 2, 4), (16, 1, 2, 2, 4), (16, 1, 2, 3, 4)),
+    (32, (32, 2, 2, 4, 1), (32, 2, 2, 4, 1), (32, 2, 2, 4, 1)),
+    (64, (64, 2, 4, 2, 1), (64, 2, 2, 3, 1), (64, 2, 4, 2, 1)),
+    (256, (128, 2, 2, 2, 1), (128, 2, 2, 2, 1), (128, 2, 2, 3, 1)),
+)
+# (ROWS, UNITS, STAGES, PER_SM)
+_SPACE = (
+    (1, 2, 2, 2), (1, 2, 2, 3), (1, 2, 3, 3), (1, 2, 2, 4), (1, 2, 3, 4), (2, 1, 4, 2), (2, 2, 3, 2), (2, 2, 4, 2),
+    (2, 2, 2, 1), (2, 2, 3, 1), (2, 2, 4, 1), (2, 4, 2, 1), (2, 1, 4, 1), (3, 2, 3, 1), (3, 1, 4, 1),
+    (2, 1, 2, 0), (2, 1, 3, 0), (2, 1, 4, 0), (2, 2, 2, 0), (2, 2, 3, 0),
+)  # fmt: skip
+
+
+def registers(rows: int, per_sm: int) -> dict[str, int]:
+    """Registers of a thread, by what it does: those of a program that shares its SM are capped at the launch."""
+    if rows == 3:
+        return dict(CONSUMER=152, PRODUCER=32)
+    if rows == 2:
+        return dict(CONSUMER=104, PRODUCER=24, maxnreg=80) if per_sm == 2 else dict(CONSUMER=232, PRODUCER=24)
+    return dict(CONSUMER=0, PRODUCER=24, maxnreg={4: 64, 3: 80}.get(per_sm, 120))
+
+
+def _warps(*fields: int) -> Config:
+    return Config(kernel="warps", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
+
+
+def unit_warps_configs(M: int, N: int, six: bool, fp8: bool, sms: int) -> Iterator[Config]:
+    """The defaults for M tokens."""
+    for most, *found in _FEW:
+        if most >= M:
+            yield _warps(*found[2 if fp8 else six])
+            return
+    if not fp8:  # the wider tile reads less, and is the first unless it leaves more of a wave idle
+        narrow, wide = (cdiv(cdiv(M, m) * cdiv(N, 2 * ROWS), sms) * m for m in (128, 256))
+        if wide <= 1.12 * narrow:
+            yield _warps(256, 2, 1, 2 if six else 3, 0)
+    yield _warps(128, 2, 2, 3 if fp8 else 2, 0)
+
+
+def unit_warps_space(M: int) -> Iterator[Config]:
+    """Candidates for M tokens; what does not fit is not legal."""
+    for m in (8, 16, 32, 64, 128, 256):
+        for fields in _SPACE:
+            whole = fields[-1] == 0
+            if m <= max(8, 2 * M) and (m >= 64 or M <= 256) and (m >= 128 or not whole) and (m < 256 or whole):
+                yield _warps(m, *fields)
