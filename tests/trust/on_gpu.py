@@ -143,14 +143,14 @@ def loads_without_memory() -> None:
                 target = Model().to(dtype).requires_grad_(False)
             modules, before = dict(target.named_modules()), {n: t.cpu() for n, t in target.state_dict().items()}
             torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info()
-            taken = torch.empty(max(0, free - (left << 20)), dtype=torch.uint8, device=DEVICE)
+            total = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (left << 20)) / total)
             try:
                 fpk.load_quantized(target, directory, device=DEVICE)
                 said = "loaded"
             except torch.OutOfMemoryError:
                 said = "out of memory"
-            del taken
+            torch.cuda.set_per_process_memory_fraction(1.0)
             torch.cuda.empty_cache()
             if said != "loaded":
                 after = target.state_dict()

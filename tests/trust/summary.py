@@ -80,21 +80,21 @@ def reports() -> str:
 
 
 def compiled() -> str:
-    groups: dict[str, list[dict[str, str]]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
     for row in read(RESULTS / "cross.csv"):
-        groups[row["target"]].append(row)
+        groups[row["target"], row["triton"]].append(row)
 
     def most(found: list[dict[str, str]], what: str) -> str:
         row = max(found, key=lambda r: int(r[what]))
         return f"{int(row[what]):,} ({row['op']})"
 
     rows = [
-        [target, len({r["op"] for r in found}), sum(int(r["configs"]) for r in found),
+        [target, triton, len({r["op"] for r in found}), sum(int(r["configs"]) for r in found),
          sum(int(r["spills"]) for r in found), *(most(found, w) for w in ("registers", "shared", "instructions")),
          sum(int(r["wrong"]) for r in found)]
-        for target, found in sorted(groups.items())
+        for (target, triton), found in sorted(groups.items())
     ]  # fmt: skip
-    header = ("target", "ops", "kernels compiled", "spills", "most registers", "most shared memory, bytes",
+    header = ("target", "Triton", "ops", "kernels compiled", "spills", "most registers", "most shared memory, bytes",
               "most instructions", "wrong")  # fmt: skip
     return table(header, rows)
 

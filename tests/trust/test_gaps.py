@@ -3,6 +3,7 @@
 import pytest
 import torch
 import triton
+from op_laws import make, middle, results
 
 from fpk.check import assert_close
 from fpk.kernels.moe._gluon_grouped import schedule_kernel
@@ -51,3 +52,19 @@ def test_schedule_of_row_tiles(counts, spare, device):
     )  # fmt: skip
     total = int(table[0])
     assert [tuple(line) for line in table[1 : 1 + 3 * total].reshape(-1, 3).tolist()] == expected
+
+
+OF_X = [n for n, op in OPS.items() if "x" in op._parameters and "special" in op.domain.get("kind", ())]
+
+
+@pytest.mark.parametrize("name", OF_X)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_but_nan(name, dtype, device):
+    """The maximum of no finite value is 0, and of NaN there is no other."""
+    op = OPS[name]
+    case = middle(op) | dict(kind="normal", layout="contiguous", x_dtype=dtype)
+    args, theirs = make(op, case), make(op, case)
+    args["x"][..., 0, :] = theirs["x"][..., 0, :] = float("nan")
+    assert_close(results(op, op, args), results(op, op.reference, theirs), op.tolerance(op.bind(**args)))
+    args["x"][:], theirs["x"][:] = float("nan"), float("nan")
+    assert_close(results(op, op, args), results(op, op.reference, theirs), op.tolerance(op.bind(**args)))
