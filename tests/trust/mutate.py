@@ -74,12 +74,15 @@ def jitted() -> dict[tuple[str, str], InterpretedFunction]:
 
 
 def reached(op: Op) -> set[tuple[str, str]]:
-    """Jitted functions that the op's launcher can come to."""
-    seen: set[int] = set()
+    """Jitted functions that the op's launcher can come to where the interpreter runs it."""
+    elsewhere = [k.fn for k in op.kernels.values() if not k.interpretable]
+    seen = {id(fn) for fn in elsewhere} | {id(getattr(fn, "fn", None)) for fn in elsewhere}
     found: set[tuple[str, str]] = set()
     waiting: list = [op.launcher, *(k.fn for k in op.kernels.values())]
     while waiting:
         value = waiting.pop()
+        if id(value) in seen:
+            continue
         if isinstance(value, InterpretedFunction):
             found.add((value.fn.__module__, value.fn.__name__))
             value = value.fn
