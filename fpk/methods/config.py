@@ -116,6 +116,8 @@ class Fp8Config(QuantizationConfig):
         """Whether block scales are stored as e8m0; set by model code."""
         self.scale_fmt: str | None = None
         """"ue8m0": the scales of activations by group are powers of two."""
+        self.per_expert_input_scale = False
+        """Whether experts with static activations keep a scale each; see `FusedMoEMethod`."""
         self.use_deep_gemm: bool | None = None
         """Accepted, without effect."""
 

@@ -16,9 +16,14 @@ PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 class EngineConfig:
-    """The part of a config that engines call; `self` is the dialect, or has it as `dialect`."""
+    """The part of a config that engines call; `self` is the dialect, or has it as `dialect`.
+
+    Attributes:
+        per_expert_input_scale: of the methods of experts; see `FusedMoEMethod`.
+    """
 
     name = ""
+    per_expert_input_scale = False
 
     @property
     def dialect(self) -> Any:
@@ -75,7 +80,9 @@ class EngineConfig:
             spec = self.dialect.spec(prefix)
             return UnquantizedLinearMethod() if spec is None else linear_method(spec, self.get_name())
         if isinstance(layer, RoutedExperts) or hasattr(layer, "moe_config"):
-            return self.experts_method(layer, prefix)
+            method = self.experts_method(layer, prefix)
+            method.per_expert_input_scale |= self.per_expert_input_scale
+            return method
         if not isinstance(layer, Attention):
             return None
         if told := self.cache_refusal():

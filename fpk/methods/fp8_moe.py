@@ -155,7 +155,7 @@ class Fp8MoEMethod(Fp8ExpertsMethod):
     def __init__(self, quant_config: Any, layer: Any, per_expert_input_scale: bool = False) -> None:
         super().__init__(
             layer.moe_config, quant_config.activation_scheme == "static", quant_config.weight_block_size,
-            per_expert_input_scale=per_expert_input_scale,
+            per_expert_input_scale=per_expert_input_scale or getattr(quant_config, "per_expert_input_scale", False),
             powers_of_two=getattr(quant_config, "scale_fmt", None) == "ue8m0",
         )  # fmt: skip
         self.quant_config = quant_config

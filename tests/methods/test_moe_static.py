@@ -8,7 +8,15 @@ from moe_kit import E, H, done, expected, layer_of, matrices, put, routed
 import fpk
 from fpk.check import rel_error
 from fpk.formats import E4M3FN, INT8, encode
-from fpk.methods import Fp8Config, Fp8MoEMethod, QuarkOCP_MX_MoEMethod, QuarkW8A8Fp8MoEMethod, QuarkW8A8Int8MoEMethod
+from fpk.methods import (
+    Fp8Config,
+    Fp8MoEMethod,
+    ModelOptConfig,
+    QuarkConfig,
+    QuarkOCP_MX_MoEMethod,
+    QuarkW8A8Fp8MoEMethod,
+    QuarkW8A8Int8MoEMethod,
+)
 
 pytestmark = pytest.mark.usefixtures("references")
 
@@ -92,6 +100,22 @@ def test_loading_again_keeps_the_storages():
     assert pointers == {n: t.data_ptr() for n, t in [*layer.named_parameters(), *layer.named_buffers()]}
     x, (weights, ids) = random_x(3, H), routed(3)
     assert torch.equal(*[a.quant_method.apply(a, x, weights, ids) for a in (layer, other)])
+
+
+@pytest.mark.parametrize("family", ("fp8", "quark", "modelopt"))
+def test_a_config_asks_for_it(family):
+    config = {
+        "fp8": lambda: Fp8Config(True, "static"),
+        "quark": lambda: QuarkConfig.from_config(dict(
+            quant_method="quark", export={}, global_quant_config=dict(weight=STATIC8, input_tensors=STATIC8))),
+        "modelopt": lambda: ModelOptConfig.from_config(dict(quant_algo="FP8")),
+    }[family]()  # fmt: skip
+    for each in (False, True):
+        config.per_expert_input_scale = each
+        assert (
+            layer_of(lambda layer: config.get_quant_method(layer, "p.experts")).quant_method.per_expert_input_scale
+            is each
+        )
 
 
 def test_scales_of_another_number_of_experts():
