@@ -21,7 +21,7 @@ from fpk._moe_checks import (
     result_dtype,
     scheme_of_weight,
 )
-from fpk._moe_shortcuts import down, fits_few, fits_fused, fused, up
+from fpk._moe_shortcuts import down, fits_few, up
 from fpk._pairs import packed_arguments, reads_packed
 from fpk._shuffled import Shuffled
 from fpk.api import Quantized, quantize
@@ -197,14 +197,11 @@ def moe_experts(
     product = dict(offs=offs, out_dtype=dtype, fast_accum=fast_accum)
     if on_input is None and _gathers(x, scheme, w13, inputs[0], T * top_k):
         rows = x if scheme is None or isinstance(x, Quantized) else _quantized(x, None, scheme, w13, inputs[0])
-        hidden: Weight = _product(rows, w13, bias13, colsum13, **product, gather=index, top_k=top_k)
+        hidden = _product(rows, w13, bias13, colsum13, **product, gather=index, top_k=top_k)
     else:
         rows = _permuted(x, index, top_k, offs, scheme, w13, on_input, inputs[0])
-        if fits_fused(T * top_k, w13, scheme, inputs, dtype, gated, interleaved, activation):
-            hidden = fused(rows, w13, bias13, offs, scheme, dtype, parameters)
-        else:
-            hidden = _product(rows, w13, bias13, colsum13, **product)
-    rows = hidden if isinstance(hidden, Quantized) else _activated(hidden, parameters, offs, scheme, w2, inputs[1])
+        hidden = _product(rows, w13, bias13, colsum13, **product)
+    rows = _activated(hidden, parameters, offs, scheme, w2, inputs[1])
     out = _product(rows, w2, bias2, colsum2, **product)
     return OPS["moe_unpermute"](
         out, position, None if apply_router_weight_on_input else weights, residual=residual,

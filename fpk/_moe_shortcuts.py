@@ -1,8 +1,4 @@
-"""Layers in fewer steps than `fpk.moe_experts` knows in general, where that is faster: when, and how.
-
-Few tokens are not sorted (moe_up, moe_down). Many rows of FP8 blocks are activated and quantized before they leave the
-first product (grouped_up_quantize_fp8_group).
-"""
+"""A layer of one token needs no sorting (moe_up, moe_down): when that is faster, and how."""
 
 from typing import Any
 
@@ -11,14 +7,9 @@ from torch import Tensor
 
 from fpk._moe_checks import Experts, Static, Weight, codes_of
 from fpk.api import Quantized
-from fpk.device import of
 from fpk.formats import FP8, Scheme
 from fpk.op import OPS, batch_must_not_matter
 
-SLOTS = 32
-"""Most rows: each reads its expert's weights by itself."""
-ROWS = 48
-"""Fewest rows of an expert, on average, that are activated in the product."""
 WIDTH = 512
 """Fewest columns of the first product: below, there is nothing to win."""
 
@@ -29,10 +20,9 @@ def fits_few(
 ) -> bool:  # fmt: skip
     """Would moe_up and moe_down run this layer, and faster? Never in batch-invariant mode: its sums have another order.
 
-    Measured on an H200: a lone token, or so few that hardly two of their slots share an expert.
+    Measured on an H200; four tokens are faster sorted.
     """
-    (T, top_k), (E, H, _) = ids.shape, codes_of(w2).shape
-    if T * top_k > SLOTS or (T > 1 and 2 * T * top_k > E) or H < WIDTH or dtype is torch.float32:
+    if ids.shape[0] != 1 or codes_of(w2).shape[1] < WIDTH or dtype is torch.float32:
         return False
     if any(s.scale is not None for s in static) or not _has_product(w13, w2, scheme) or batch_must_not_matter():
         return False
@@ -85,44 +75,6 @@ def down(
         codes_of(rows), weights, ids, codes_of(w2), **_scales(rows, w2), bias=bias, expert_map=expert_map,
         residual=residual, residual_weight=residual_weight, out_dtype=dtype,
     )  # fmt: skip
-
-
-def fits_fused(
-    rows: int, w13: Experts, scheme: Scheme | None, static: list[Static], dtype: torch.dtype, gated: bool,
-    interleaved: bool, activation: str,
-) -> bool:  # fmt: skip
-    """Would grouped_up_quantize_fp8_group take this many sorted rows, and be faster? Measured on an H200."""
-    if scheme is None or not isinstance(w13, Quantized) or of(w13.codes.device).arch != "sm90":
-        return False
-    groups = scheme.granularity.rows == 1 and scheme.granularity.cols == 128 and not (scheme.product or scheme.options)
-    blocks = (w13.granularity.rows, w13.granularity.cols) == (128, 128) and w13.scale.dtype is torch.float32
-    E, N = w13.codes.shape[:2]
-    return (
-        groups
-        and blocks
-        and scheme.scale_format == "fp32"
-        and w13.codes.dtype in FP8
-        and gated
-        and not interleaved
-        and activation == "silu"
-        and dtype is not torch.float32
-        and N % 256 == 0
-        and rows >= ROWS * E
-        and static[1].scale is None
-    )
-
-
-def fused(
-    rows: Weight, w13: Experts, bias: Tensor | None, offs: Tensor, scheme: Scheme | None, dtype: torch.dtype,
-    parameters: dict[str, Any],
-) -> Quantized:  # fmt: skip
-    """Rows for the second product."""
-    assert isinstance(rows, Quantized) and isinstance(w13, Quantized) and scheme is not None
-    numbers = {n: parameters[n] for n in ("alpha", "beta", "limit")}
-    codes, scale = OPS["grouped_up_quantize_fp8_group"](
-        rows.codes, w13.codes, rows.scale, w13.scale, offs, bias, **numbers, hidden_dtype=dtype
-    )
-    return Quantized(codes, scale, scheme.name, check=False)
 
 
 def _scales(rows: Weight, weight: Experts) -> dict[str, Any]:

@@ -4,13 +4,9 @@ Wide tiles, since what reaches the multiprocessors from L2 bounds these products
 quarters of what two of 128 x 128 do. Each multiplying warpgroup has 64 rows and the sums of both blocks in registers; a
 product of one block is scaled into its sum while the tensor core works for the other warpgroup. The fetching warps also
 multiply the scales of a step, and leave the factors of its rows in shared memory, which leaves registers for sums.
-
-The two blocks are neighbours, or the gates and ups of the same 128 columns, which are then activated and quantized as
-act_and_mul_quantize_fp8_group does it, before they leave.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -52,9 +48,8 @@ def _opaque(x):
 
 @gluon.jit
 def _fetch(
-    a_desc, b_desc, a_bufs, b_bufs, factors, full, empty, table_ptr, sa_ptr, sb_ptr, E, N, K, apart,
-    stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, FUSED: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    a_desc, b_desc, a_bufs, b_bufs, factors, full, empty, table_ptr, sa_ptr, sb_ptr, E, N, K,
+    stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles_m = gl.load(table_ptr)
@@ -64,13 +59,13 @@ def _fetch(
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         n, expert, first, end = _tile(table_ptr, tile, tiles_m, tiles_n, GROUP_M)
         steps = gl.where(expert == E, 0, gl.cdiv(K, 128))
-        block = n * (1 if FUSED else 2)
+        block = n * 2
         row = expert * N + block * 128
         at = first + gl.arange(0, 128, layout=LINE)
         rows = gl.where(at < end, at, first) * stride_sam
         sb_row = sb_ptr + min(expert, E - 1).to(gl.int64) * stride_sbe
         sb_0 = sb_row + block * stride_sbn
-        sb_1 = sb_row + min(block + apart, blocks - 1) * stride_sbn
+        sb_1 = sb_row + min(block + 1, blocks - 1) * stride_sbn
         for k in range(steps):
             s = turn % STAGES
             sa = gl.load(sa_ptr + k * stride_sak + rows)
@@ -82,7 +77,7 @@ def _fetch(
             tma_load(b_desc, [row, k * 128], bar, b_bufs.index(2 * s))
             tma_load(a_desc, [first, k * 128], bar, a_bufs.index(2 * s))
             tma_load(a_desc, [first + 64, k * 128], bar, a_bufs.index(2 * s + 1))
-            tma_load(b_desc, [row + apart * 128, k * 128], bar, b_bufs.index(2 * s + 1))
+            tma_load(b_desc, [row + 128, k * 128], bar, b_bufs.index(2 * s + 1))
             factors.index(2 * s).store(factor_0)
             factors.index(2 * s + 1).store(factor_1)
             mbarrier.arrive(bar, count=1)
@@ -127,43 +122,9 @@ def _finish(
 
 
 @gluon.jit
-def _activated(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr):
-    """silu of gates times ups, as act_and_mul has it: gates and ups rounded to KIND, and so is the result; fp32."""
-    g = gate.to(KIND).to(gl.float32)
-    u = up.to(KIND).to(gl.float32)
-    if LIMIT is not None:
-        u = gl.where(u > LIMIT, LIMIT, gl.where(u < -LIMIT, -LIMIT, u))
-        g = gl.where(g > LIMIT, LIMIT, g)
-    root = gl.rsqrt(1.0 + gl.exp2(g * (-ALPHA * 1.4426950408889634)))
-    h = g * root * root
-    if BETA != 0.0:
-        h *= u + BETA
-    else:
-        h *= u
-    return h.to(KIND).to(gl.float32)
-
-
-@gluon.jit
-def _quantized(h, QMAX: gl.constexpr, CODES: gl.constexpr):
-    """e4m3 codes and scale of rows, as quantize_fp8_group has it: the division is exact, the conversion saturates."""
-    magnitude = gl.abs(h)
-    amax = gl.max(gl.where(magnitude < float("inf"), magnitude, 0.0), axis=1)
-    scale = gl.div_rn(gl.maximum(amax, 1e-10), gl.full_like(amax, QMAX))
-    one = gl.full_like(scale, 1.0)
-    reciprocal = gl.div_rn(one, scale)
-    below = reciprocal * (1.0 - 2.0**-23)
-    rest = gl.fma(scale, -below, one) * reciprocal
-    quotient = gl.fma(h, below[:, None], h * rest[:, None])
-    excess = gl.fma(quotient, scale[:, None], h * -1.0)
-    exact = gl.fma(excess, -reciprocal[:, None], quotient)
-    return gl.where(gl.abs(quotient) < float("inf"), exact, quotient).to(CODES), scale
-
-
-@gluon.jit
 def _multiply(
-    out_desc, a_bufs, b_bufs, out_bufs, factors, full, empty, table_ptr, bias_ptr, out_ptr, so_ptr, E, N, K,
-    stride_bias, stride_om, stride_som, W: gl.constexpr, FUSED: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr,
-    BETA: gl.constexpr, LIMIT: gl.constexpr, QMAX: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    out_desc, a_bufs, b_bufs, out_bufs, factors, full, empty, table_ptr, bias_ptr, out_ptr, E, N, K,
+    stride_bias, stride_om, W: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -201,25 +162,9 @@ def _multiply(
             bias_row = bias_ptr
             if bias_ptr is not None:
                 bias_row = bias_ptr + min(expert, E - 1).to(gl.int64) * stride_bias
-            if FUSED:
-                I = N // 2
-                if bias_ptr is not None:
-                    offs_n = n * 128 + _opaque(gl.arange(0, 128, layout=LN))
-                    there = (offs_n < I) & (expert < E)
-                    acc_0 += gl.load(bias_row + offs_n, mask=there, other=0.0).to(gl.float32)[None, :]
-                    acc_1 += gl.load(bias_row + I + offs_n, mask=there, other=0.0).to(gl.float32)[None, :]
-                h = _activated(acc_0, acc_1, KIND, ALPHA, BETA, LIMIT)
-                codes, scale = _quantized(h, QMAX, out_bufs.dtype)
-                offs_m = row + _opaque(gl.arange(0, 64, layout=LM))
-                gl.store(so_ptr + offs_m.to(gl.int64) * stride_som + n, scale, mask=offs_m < end)
-                if row + 64 <= end:
-                    _put(out_desc, out_bufs.index(W), codes, row, n * 128)
-                else:
-                    _put_rows(out_ptr, codes, row, end, n * 128, I, stride_om, LM, LN)
-            else:
-                buf, here = out_bufs.index(W), expert < E
-                _finish(acc_0, out_desc, buf, bias_row, out_ptr, row, end, n * 256, N, stride_om, here, LM, LN)
-                _finish(acc_1, out_desc, buf, bias_row, out_ptr, row, end, n * 256 + 128, N, stride_om, here, LM, LN)
+            buf, here = out_bufs.index(W), expert < E
+            _finish(acc_0, out_desc, buf, bias_row, out_ptr, row, end, n * 256, N, stride_om, here, LM, LN)
+            _finish(acc_1, out_desc, buf, bias_row, out_ptr, row, end, n * 256 + 128, N, stride_om, here, LM, LN)
         else:
             for _ in range(steps):
                 slot = turn % STAGES
@@ -231,12 +176,10 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["E"])
 def wide_kernel(
-    a_desc, b_desc, out_desc, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, so_ptr, E, N, K, apart,
-    stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias, stride_om, stride_som,
-    PDL: gl.constexpr, FUSED: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr,
-    LIMIT: gl.constexpr, QMAX: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    a_desc, b_desc, out_desc, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
+    stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias, stride_om,
+    PDL: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """apart: blocks from the first to the second block of a tile."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -252,16 +195,16 @@ def wide_kernel(
     fence_async_shared()
     gl.warp_specialize([
             (_multiply, (
-                out_desc, a_bufs, b_bufs, out_bufs, factors, full, empty, table_ptr, bias_ptr, out_ptr, so_ptr, E, N, K,
-                stride_bias, stride_om, stride_som, 0, FUSED, KIND, ALPHA, BETA, LIMIT, QMAX, STAGES, GROUP_M,
+                out_desc, a_bufs, b_bufs, out_bufs, factors, full, empty, table_ptr, bias_ptr, out_ptr, E, N, K,
+                stride_bias, stride_om, 0, STAGES, GROUP_M,
             )),
             (_multiply, (
-                out_desc, a_bufs, b_bufs, out_bufs, factors, full, empty, table_ptr, bias_ptr, out_ptr, so_ptr, E, N, K,
-                stride_bias, stride_om, stride_som, 1, FUSED, KIND, ALPHA, BETA, LIMIT, QMAX, STAGES, GROUP_M,
+                out_desc, a_bufs, b_bufs, out_bufs, factors, full, empty, table_ptr, bias_ptr, out_ptr, E, N, K,
+                stride_bias, stride_om, 1, STAGES, GROUP_M,
             )),
             (_fetch, (
-                a_desc, b_desc, a_bufs, b_bufs, factors, full, empty, table_ptr, sa_ptr, sb_ptr, E, N, K, apart,
-                stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, FUSED, STAGES, GROUP_M,
+                a_desc, b_desc, a_bufs, b_bufs, factors, full, empty, table_ptr, sa_ptr, sb_ptr, E, N, K,
+                stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, STAGES, GROUP_M,
             )),
         ], [4, 4], [232, 40])  # fmt: skip
 
@@ -286,14 +229,10 @@ def wide_configs() -> Iterator[Config]:
 
 def launch_wide(
     config: Config, a: Tensor, b: Tensor, offs: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None,
-    out: Tensor, bins: int, scale_out: Tensor | None = None, **activation: Any,
+    out: Tensor, bins: int,
 ) -> None:  # fmt: skip
-    """out (R, N) = grouped product; with scale_out, out (R, N / 2) are the codes of its activation.
-
-    activation: KIND, ALPHA, BETA, LIMIT, QMAX, of the latter.
-    """
+    """out (R, N) = grouped product of a (R, K) and b (E, N, K)."""
     (R, K), (E, N) = a.shape, b.shape[:2]
-    fused = scale_out is not None
     most = (R + min(E + 1, R) * 127) // 128
     table = torch.empty(1 + 3 * most, dtype=torch.int32, device=a.device)
     early = early_start(of(a.device))
@@ -301,11 +240,9 @@ def launch_wide(
         offs, table, R, E, BLOCK_E=bins, BLOCK_M=128, BLOCK=32, num_warps=4, **early
     )
     matrix = b.as_strided((E * N, K), (b.stride(1), 1))
-    none = dict(KIND=gl.bfloat16, ALPHA=1.0, BETA=0.0, LIMIT=None, QMAX=1.0)
     wide_kernel[(min(of(a.device).sm_count, most * triton.cdiv(N, 256)),)](
-        _descriptor(a, 64, 128), _descriptor(matrix, 128, 128), _descriptor(out, 64, 128 if fused else 64),
-        table, scale_a, scale_b, bias, out, scale_out, E, N, K, N // 256 if fused else 1,
+        _descriptor(a, 64, 128), _descriptor(matrix, 128, 128), _descriptor(out, 64, 64),
+        table, scale_a, scale_b, bias, out, E, N, K,
         *scale_a.stride(), *scale_b.stride(), 0 if bias is None else bias.stride(0), out.stride(0),
-        0 if scale_out is None else scale_out.stride(0), FUSED=fused, STAGES=config["STAGES"],
-        GROUP_M=config["GROUP_M"], num_warps=config["num_warps"], **(none | activation), **early,
+        STAGES=config["STAGES"], GROUP_M=config["GROUP_M"], num_warps=config["num_warps"], **early,
     )  # fmt: skip

@@ -199,9 +199,15 @@ def measured_tiles(R: int, E: int, K: int, size: int, sums: int, changing: bool)
         yield tile(True, 16, 64, line, 4, 6) if K * size < 8192 else tile(True, 16, 128, line, 4, 4)
     elif rows <= 24:
         yield tile(True, 32, 128, line, 4, 4)
+    elif sums == 1 and size == 1 and K <= 512:  # short: a program takes several tiles side by side
+        yield tile(False, 64, 128, line, 4, 3) | Config(COLUMNS=4, FLATTEN=True)
+    elif sums == 1 and size == 1 and K < 4096 and rows >= 192:
+        yield Config(kernel="gluon", BLOCK_N=128, GROUP_M=8, STAGES=6, num_warps=4)
     elif sums == 1 and ((rows >= 48 and deep) or (rows > 64 and K * size >= 2048)):
         yield tile(False, 128, 256, line, 8, 4)
-    elif changing and deep and (rows >= 256 or 48 <= rows <= 96):
+    elif changing and rows >= 512:
+        yield Config(kernel="wide", GROUP_M=2, STAGES=4, num_warps=4)
+    elif changing and (rows >= 192 or (rows >= 48 and K <= 1024) or (48 <= rows <= 96 and deep)):
         yield Config(kernel="gluon", BLOCK_N=128, GROUP_M=8, STAGES=6, num_warps=4)
     yield tile(False, 64, 128, line, 4, 3)
 

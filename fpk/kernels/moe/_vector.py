@@ -15,6 +15,7 @@ from torch import Tensor
 from fpk.db import Config
 from fpk.device import of
 from fpk.kernels._tile import after_previous, decode_e8m0, early_start
+from fpk.kernels.moe._few import local_expert
 from fpk.op import Kernel
 
 
@@ -32,21 +33,29 @@ def _factor(ptr, k, mask, stride, COLS: tl.constexpr, E8M0: tl.constexpr):
     return _scale(ptr + k // COLS * stride, mask, E8M0)
 
 
-@triton.jit(do_not_specialize=["R", "E", "top_k", "stride_sam", "stride_sak"])
+@triton.jit(do_not_specialize=["R", "E", "top_k", "num_mapped", "stride_im", "stride_ik", "stride_sam", "stride_sak"])
 def vector_kernel(
-    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, offs_ptr, gather_ptr, out_ptr,
-    R, E, N, K, top_k,
+    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, offs_ptr, gather_ptr, ids_ptr, map_ptr, out_ptr,
+    R, E, N, K, top_k, num_mapped, stride_im, stride_ik,
     stride_am, stride_be, stride_bn, stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
     PDL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E8M0_A: tl.constexpr,
     E8M0_B: tl.constexpr, INT8: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """GROUP, COLS: columns that share a scale, -1 for all; with COLS > 0 a program's weight rows share it too."""
+    """GROUP, COLS: columns that share a scale, -1 for all; with COLS > 0 a program's weight rows share it too.
+
+    Rows lie in the order of their experts (offs), or in that of slots, whose experts ids and a map tell.
+    """
     after_previous(PDL)
     row = tl.program_id(1)
-    experts = tl.arange(0, BLOCK_E)
-    ends = tl.load(offs_ptr + experts, mask=experts < E, other=2147483647)
-    expert = tl.sum((ends <= row).to(tl.int32), axis=0)
+    if offs_ptr is None:
+        place = (row // top_k).to(tl.int64) * stride_im + row % top_k * stride_ik
+        local = local_expert(ids_ptr, map_ptr, place, row >= 0, num_mapped, E)
+        expert = tl.where(local < 0, E, local).to(tl.int32)
+    else:
+        experts = tl.arange(0, BLOCK_E)
+        ends = tl.load(offs_ptr + experts, mask=experts < E, other=2147483647)
+        expert = tl.sum((ends <= row).to(tl.int32), axis=0)
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     out_ptrs = out_ptr + row.to(tl.int64) * stride_om + offs_n
@@ -110,18 +119,19 @@ def vector_configs(rows: int) -> Iterator[Config]:
 
 
 def launch_vector(
-    config: Config, a: Tensor, b: Tensor, offs: Tensor, scale_a: Tensor | None, scale_b: Tensor | None,
+    config: Config, a: Tensor, b: Tensor, offs: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None,
     bias: Tensor | None, gather: Tensor | None, top_k: int, out: Tensor, granularity: tuple[int, int, int],
-    strides: list[int], bins: int,
+    strides: list[int], bins: int, ids: Tensor | None = None, expert_map: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """granularity: group of `a`, rows and columns of `b` that share a scale (-1: all, 0: no scale); strides: of scale_a
-    (rows, columns) and scale_b."""
+    """offs, or ids with top_k slots a token. granularity: group of `a`, rows and columns of `b` that share a scale (-1:
+    all, 0: no scale); strides: of scale_a (rows, columns) and scale_b."""
     K, (E, N) = a.shape[1], b.shape[:2]
     options: dict[str, Any] = {n: v for n, v in config.items() if n != "kernel"}
     group, rows, cols = granularity
     vector_kernel[(triton.cdiv(N, config["BLOCK_N"]), out.shape[0])](
-        a, b, scale_a, scale_b, bias, offs, gather, out,
-        out.shape[0], E, N, K, top_k, a.stride(0), b.stride(0), b.stride(1), out.stride(0), *strides,
+        a, b, scale_a, scale_b, bias, offs, gather, ids, expert_map, out,
+        out.shape[0], E, N, K, top_k, 0 if expert_map is None else expert_map.shape[0],
+        *((0, 0) if ids is None else ids.stride()), a.stride(0), b.stride(0), b.stride(1), out.stride(0), *strides,
         0 if bias is None else bias.stride(0),
         GROUP=group, ROWS=rows, COLS=cols, E8M0_A=scale_a is not None and scale_a.dtype is torch.uint8,
         E8M0_B=scale_b is not None and scale_b.dtype is torch.uint8, INT8=b.dtype is torch.int8 and a.dtype is b.dtype,

@@ -170,7 +170,7 @@ def configs(a: Tensor, row_scale: Tensor, **_: Any):
         return
     for limit, *fields in (
         (8, 8, 1, 2, 3, 5), (8, 8, 1, 1, 4, 5), (16, 16, 1, 2, 3, 4), (16, 16, 1, 1, 4, 4), (32, 32, 1, 2, 3, 3),
-        (32, 32, 1, 1, 4, 3), (64, 64, 1, 1, 4, 2), (1 << 30, 128, 1, 1, 3, 1),
+        (32, 32, 1, 1, 4, 3), (64, 64, 1, 1, 4, 2), (1 << 30, 128, 1, 1, 3, 2),
     ):  # fmt: skip
         if rows <= limit:
             yield Config(kernel="units", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)

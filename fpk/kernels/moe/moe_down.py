@@ -6,7 +6,8 @@
 What a grouped product and moe_unpermute give, from rows in the order of slots (moe_up): each product is rounded to
 out_dtype, sums are fp32 and do not depend on timing. Weights are read once for each slot that uses them.
 
-Kernels: `sum`, each program has all slots of a token; `rows`, a slot for each program, and a second kernel that sums.
+Kernels: `sum`, each program has all slots of a token; `rows` and `vector` (_vector), a slot for each program, and a
+second kernel that sums.
 
 Source: the decode step of mixture-of-experts models.
 """
@@ -33,6 +34,7 @@ from fpk.kernels.moe._few import (
     scaled_row,
     strides_of_ones,
 )
+from fpk.kernels.moe._vector import VECTOR_KERNEL, launch_vector
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales
 from fpk.shapes import MOE_LAYERS
@@ -231,16 +233,20 @@ def _reduce_kernel(
 def configs(a: Tensor, ids: Tensor, b: Tensor, **_: Any):
     slots, K = triton.next_power_of_2(ids.shape[1]), triton.next_power_of_2(b.shape[2])
     if of(a.device).arch == "cpu":  # the interpreter wants few programs
-        for kernel, rows, cols in (("sum", 128, 256), ("rows", 128, 256), ("sum", 32, 128), ("rows", 64, 128)):
+        for kernel, rows, cols in (("sum", 128, 256), ("rows", 128, 256), ("vector", 128, 256), ("sum", 32, 128)):
             yield Config(kernel=kernel, BLOCK_N=rows, BLOCK_K=cols, DEPTH=1, num_warps=4)
         return
     wide = min(1024, max(128, K))
-    yield Config(kernel="rows", BLOCK_N=max(2, min(16, 4096 // wide)), BLOCK_K=wide, DEPTH=3, num_warps=1)
+    if K >= 8192:
+        yield Config(kernel="rows", BLOCK_N=2, BLOCK_K=1024, DEPTH=4, num_warps=1)
+    yield Config(kernel="vector", BLOCK_N=4, BLOCK_K=256, DEPTH=4, num_warps=1)
     for rows in (1, 2, 4, 8, 16):
         for cols in (128, 256, 512, 1024, 2048):
-            for warps, depth in ((1, 2), (1, 3), (1, 4), (2, 3)):
+            for warps, depth in ((1, 1), (1, 2), (1, 3), (1, 4), (2, 3)):
                 if 1024 <= rows * cols // warps <= 4096 and cols <= wide * 2:
                     yield Config(kernel="rows", BLOCK_N=rows, BLOCK_K=cols, DEPTH=depth, num_warps=warps)
+                if 512 <= rows * cols // warps <= 2048 and cols <= wide * 2:
+                    yield Config(kernel="vector", BLOCK_N=rows, BLOCK_K=cols, DEPTH=depth, num_warps=warps)
             for warps in (2, 4, 8):
                 if 512 <= slots * rows * cols // warps <= 4096 and cols <= wide * 2:
                     for depth in (2, 3, 4):
@@ -292,7 +298,7 @@ def inputs(
         residual=("no", "plain", "weighted"), dtype=(torch.float8_e4m3fn, torch.float8_e5m2),
         out_dtype=(torch.bfloat16, torch.float16), kind=("normal", "zeros"), layout=("contiguous", "rows"),
     ),
-    kernels=dict(sum=Kernel(_sum_kernel), rows=Kernel(_rows_kernel)),
+    kernels=dict(sum=Kernel(_sum_kernel), rows=Kernel(_rows_kernel), vector=VECTOR_KERNEL),
     configs=configs, legal=legal, key=key, cost=cost,
     cases={
         f"{model}/T={t}": dict(T=t, N=hidden, K=inner, E=experts, top_k=top_k)
@@ -348,19 +354,29 @@ def moe_down(
     )  # fmt: skip
     options = dict(GROUP=group, ROWS=block_rows, EVEN=K % config["BLOCK_K"] == 0)
     slots, programs = triton.next_power_of_2(top_k), triton.cdiv(N, config["BLOCK_N"])
-    if config.pop("kernel") == "sum":
+    kernel = config.pop("kernel")
+    if kernel == "sum":
         _sum_kernel[(programs, T)](
             a, weights, scale_a, b, scale_b, bias, ids, expert_map, residual, residual_weight, out,
             N, K, E, top_k, mapped, *product, *summing, SLOTS=slots, **options, **early, **config,
         )  # fmt: skip
         return out
     rows = torch.empty((T * top_k, N), dtype=out_dtype, device=a.device)
-    _rows_kernel[(programs, T * top_k)](
-        a, scale_a, b, scale_b, bias, ids, expert_map, rows, N, K, E, top_k, mapped, *product,
-        **options, **early, **config,
-    )  # fmt: skip
-    _reduce_kernel[(triton.cdiv(N, 256), T)](
+    if kernel == "vector":
+        granularity = (group, block_rows, group) if group > 0 else (
+            0 if scale_a is None else -1, block_rows, 0 if scale_b is None else -1
+        )  # fmt: skip
+        launch_vector(
+            config, a, b, None, scale_a, scale_b, bias, None, top_k, rows, granularity,
+            [*strides_of_ones(scale_a, 0, 1), *strides_of_ones(scale_b, 0, 1, 2)], 1, ids, expert_map,
+        )  # fmt: skip
+    else:
+        _rows_kernel[(programs, T * top_k)](
+            a, scale_a, b, scale_b, bias, ids, expert_map, rows, N, K, E, top_k, mapped, *product,
+            **options, **early, **config,
+        )  # fmt: skip
+    _reduce_kernel[(triton.cdiv(N, 1024), T)](
         rows, weights, ids, expert_map, residual, residual_weight, out,
-        N, E, top_k, mapped, ids.stride(0), ids.stride(1), *summing, SLOTS=slots, BLOCK=256, num_warps=4, **early,
+        N, E, top_k, mapped, ids.stride(0), ids.stride(1), *summing, SLOTS=slots, BLOCK=1024, num_warps=4, **early,
     )  # fmt: skip
     return out
