@@ -254,6 +254,7 @@ def _command(command: Any, path: str, click: Any) -> list[str]:
 WHEN = {
     "config": "Reading a config", "create": "Making a method, creating parameters", "load": "Loading a tensor",
     "process": "Processing what was loaded", "apply": "Multiplying",
+    "checkpoint": "Loading a checkpoint into a model",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 TABLE = Path(__file__).parents[2] / "results" / "errors.csv"
 MOMENTS = ("config", "create", "load", "process", "apply")
+CHECKPOINT = "checkpoint"  # all of the moments in one: what `load_quantized` says of a broken file or tensor
 COLUMNS = ("when", "condition", "outcome", "says", "test")
 
 
@@ -101,6 +102,7 @@ def rows() -> list[dict[str, str]]:
     """The table: by moment, what raises first."""
     import catalogue_configs  # noqa: F401  declares rows
     import catalogue_layers  # noqa: F401
+    from test_checkpoint_errors import BROKEN
 
     made = []
     for when in MOMENTS:
@@ -110,6 +112,9 @@ def rows() -> list[dict[str, str]]:
             )
         for other in (s for s in SUPPORTS if s.when == when):
             made.append(dict(when=when, condition=other.condition, outcome="supported", says="", test=other.test))
+    for name, (_, says) in BROKEN.items():
+        test = f"test_checkpoint_errors.py::test_a_broken_checkpoint_changes_nothing[{name}]"
+        made.append(dict(when=CHECKPOINT, condition=name, outcome="ValueError", says=says, test=test))
     return made
 
 
