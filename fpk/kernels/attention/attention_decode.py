@@ -183,16 +183,18 @@ def configs(q: Tensor, key_cache: Tensor, block_table: Tensor, **_: Any):
     tall = min(64, max(16, triton.next_power_of_2(group)))
     programs = max(1, B) * H * triton.cdiv(group, tall)
     most = triton.cdiv(block_table.shape[1] * page, 256)  # parts of at least 256 tokens
-    wanted = triton.next_power_of_2(triton.cdiv(4 * of(q.device).sm_count, programs))
+    wanted = max(1, (12 * of(q.device).sm_count + programs // 2) // programs)  # all programs together: 12 an SM
     default = min(most, wanted)
     byte = key_cache.element_size() == 1
     # without AHEAD the pipeline spends its stages on two loads, pages and then their tokens: five are two buffers
     deep = 3 if of(q.device).vendor == "amd" else 5
-    yield Config(BLOCK_H=tall, BLOCK_N=64, SPLITS=default, PAIRS=byte, AHEAD=byte, num_warps=4, num_stages=3)
+    if byte:
+        few = dict(BLOCK_N=32, num_warps=2) if tall == 16 else dict(BLOCK_N=64, num_warps=4)
+        yield Config(BLOCK_H=tall, SPLITS=default, PAIRS=True, AHEAD=False, **few, num_stages=deep)
     plain = dict(BLOCK_H=tall, SPLITS=default, PAIRS=False, AHEAD=False, num_warps=4)
     for n, stages in ((64, deep), (64, 3), (64, 2), (32, 2), (16, 1)):  # ever less shared memory
         yield Config(BLOCK_N=n, num_stages=stages, **plain)
-    parts = sorted({1, 3, min(most, 2 * wanted), min(most, 4 * wanted), default})
+    parts = sorted({1, 3, default, min(most, triton.cdiv(wanted, 2)), min(most, 2 * wanted)})
     pipelines = ((True, 2), (True, 3), (True, 4), (False, 3), (False, 5), (False, 7))
     for splits, n, warps, (ahead, stages) in itertools.product(parts, (32, 64, 128), (1, 2, 4, 8), pipelines):
         for pairs in (True, False) if byte else (False,):
