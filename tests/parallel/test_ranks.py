@@ -61,7 +61,8 @@ def test_ranks_with_different_placements(answers):
 def test_a_rank_that_dies(answers):
     size = FAULTS["dying"]
     for message, seconds in answers["dying"][: size - 1]:
-        assert message.split(":")[0] == "all_to_all" and "lost the others" in message
+        # gloo tells at once; under NCCL the watch does
+        assert "lost the others" in message or "gave no sign of life" in message
         assert seconds < 30
 
 
