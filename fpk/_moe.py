@@ -187,7 +187,7 @@ def moe_experts(
     parameters = dict(activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, beta=beta, limit=limit)
     if not apply_router_weight_on_input and fits_few(x, ids, w13, w2, scheme, inputs, dtype):
         tokens = x if scheme is None or isinstance(x, Quantized) else _quantized(x, None, scheme, w13, inputs[0])
-        rows: Weight = up(tokens, ids, w13, bias13, expert_map, dtype, parameters)
+        rows: Weight = up(tokens, ids, w13, w2, bias13, expert_map, dtype, parameters)
         if scheme is not None:
             rows = _quantized(codes_of(rows), None, scheme, w2, inputs[1])
         return down(rows, weights, ids, w2, bias2, expert_map, residual, residual_weight, dtype)

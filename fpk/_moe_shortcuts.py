@@ -56,13 +56,13 @@ def _has_product(w13: Experts, w2: Experts, scheme: Scheme | None) -> bool:
 
 
 def up(
-    x: Weight, ids: Tensor, w13: Experts, bias: Tensor | None, expert_map: Tensor | None, dtype: torch.dtype,
-    parameters: dict[str, Any],
+    x: Weight, ids: Tensor, w13: Experts, w2: Experts, bias: Tensor | None, expert_map: Tensor | None,
+    dtype: torch.dtype, parameters: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """Activated rows in the order of slots; of tokens that are quantized already if the layer quantizes them."""
     return OPS["moe_up"](
         codes_of(x), ids, codes_of(w13), **_scales(x, w13), bias=bias, expert_map=expert_map, out_dtype=dtype,
-        **parameters,
+        upcoming=codes_of(w2), **parameters,
     )  # fmt: skip
 
 

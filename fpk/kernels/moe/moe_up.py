@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import expect_shape
+from fpk.check import expect_rank, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import of
 from fpk.kernels._activation import activate, activated, activation_parameters, expect_activation
@@ -34,14 +34,18 @@ from fpk.kernels.moe._few import (
     strides_of_ones,
 )
 from fpk.op import Cost, Kernel, op
+from fpk.samples import sample
 from fpk.shapes import MOE_LAYERS
+
+AHEAD = 24 << 20
+"""Bytes of the next product's weights that are asked for at most: half of what the L2 of an H200 holds."""
 
 
 def reference(
     a: Tensor, ids: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, group: int = -1,
     block_rows: int = 1, bias: Tensor | None = None, activation: str = "silu", gated: bool = True,
     interleaved: bool = False, alpha: float | None = None, beta: float | None = None, limit: float | None = None,
-    expert_map: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    expert_map: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, upcoming: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     top_k = ids.shape[1]
     local, here = experts_of(ids, expert_map, b.shape[0])
@@ -54,22 +58,33 @@ def reference(
 
 def check(
     a: Tensor, ids: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, group: int, block_rows: int,
-    bias: Tensor | None, expert_map: Tensor | None, out_dtype: torch.dtype, **activation: Any,
+    bias: Tensor | None, expert_map: Tensor | None, out_dtype: torch.dtype, upcoming: Tensor | None, **activation: Any,
 ) -> None:  # fmt: skip
     expect_few("moe_up", a, ids, b, scale_a, scale_b, group, block_rows, bias, expert_map, out_dtype)
     expect_shape("moe_up.ids", ids, (a.shape[0], ids.shape[1]))
+    if upcoming is not None:
+        expect_rank("moe_up.upcoming", upcoming, 3)
+        expect_shape("moe_up.upcoming", upcoming, (b.shape[0], *upcoming.shape[1:]))
     expect_activation("moe_up", torch.empty((1, b.shape[1]), dtype=out_dtype, device="meta"), **activation)
 
 
-@triton.jit(do_not_specialize=["num_mapped", "E", "top_k"])
+@triton.jit
+def _ask(ptrs):
+    """Ask for lines of memory to come to L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_mapped", "E", "top_k", "next_bytes"])
 def _up_kernel(
-    a_ptr, sa_ptr, b_ptr, sb_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr,
-    K, I, E, top_k, num_mapped,
+    a_ptr, sa_ptr, b_ptr, sb_ptr, bias_ptr, ids_ptr, map_ptr, next_ptr, out_ptr,
+    K, I, E, top_k, num_mapped, next_bytes,
     stride_am, stride_sam, stride_sak, stride_be, stride_bn, stride_sbe, stride_sbn, stride_sbk, stride_bias, stride_im,
     stride_ik,
     PDL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FORMULA: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, ONE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of a slot. GROUP: columns that share a scale in `a` and `b`, -1 for all; ROWS: rows of `b` that
     share one; ONE: so do all gates of a program, and all its ups."""
@@ -116,6 +131,9 @@ def _up_kernel(
                     up += part * (sa * tl.load(sb_ptrs + up_blocks * stride_sbn, mask=there, other=0.0))
                 else:
                     up += part
+        if LINES > 0:  # a share of what comes next, while the last sums are on their way
+            line = (tl.program_id(0) * LINES + tl.arange(0, LINES)).to(tl.int64) * 128
+            _ask(next_ptr + e * next_bytes + tl.where(line < next_bytes, line, 0))
         g, u = tl.sum(gate, axis=1), tl.sum(up, axis=1)
         scale_row = None
         bias_row = bias_ptr
@@ -170,7 +188,8 @@ def tolerance(out_dtype: torch.dtype, **_: Any) -> float:
 
 def inputs(
     *, M, K, I, E=4, top_k=2, scheme="channel", gated=True, interleaved=False, bias=False, mapped=False,
-    dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda", seed=0,
+    ahead=False, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda",
+    seed=0,
 ):  # fmt: skip
     rows = 2 * I if gated else I
     made = few_inputs(
@@ -178,7 +197,7 @@ def inputs(
     )  # fmt: skip
     return made | dict(
         gated=gated, activation="silu" if gated else "gelu_tanh", interleaved=interleaved and gated, alpha=None,
-        beta=None, limit=None,
+        beta=None, limit=None, upcoming=sample((E, K, I), dtype, "normal", device, seed + 6) if ahead else None,
     )  # fmt: skip
 
 
@@ -187,7 +206,7 @@ def inputs(
     domain=dict(
         M=(0, 1, 3), K=(16, 128, 300), I=(1, 100, 256), E=(2, 3), top_k=(1, 3),
         scheme=("plain", "weights", "tensor", "block", "channel"), gated=(True, False), interleaved=(False, True),
-        bias=(False, True), mapped=(False, True), dtype=(torch.float8_e4m3fn, torch.float8_e5m2),
+        bias=(False, True), mapped=(False, True), ahead=(False, True), dtype=(torch.float8_e4m3fn, torch.float8_e5m2),
         out_dtype=(torch.bfloat16, torch.float16), kind=("normal", "zeros"), layout=("contiguous", "rows"),
     ),
     kernels=dict(up=Kernel(_up_kernel)),
@@ -201,7 +220,8 @@ def moe_up(
     a: Tensor, ids: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, group: int = -1,
     block_rows: int = 1, bias: Tensor | None = None, activation: str = "silu", gated: bool = True,
     interleaved: bool = False, alpha: float | None = None, beta: float | None = None, limit: float | None = None,
-    expert_map: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, *, config: Config,
+    expert_map: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, upcoming: Tensor | None = None, *,
+    config: Config,
 ) -> Tensor:  # fmt: skip
     """Multiply a few tokens by their experts' gates and ups, and activate.
 
@@ -219,6 +239,8 @@ def moe_up(
         activation, gated, interleaved, alpha, beta, limit: as in act_and_mul.
         expert_map: (experts of all ranks,) int32 or int64 or None, as in sort_by_expert.
         out_dtype: bf16 or fp16.
+        upcoming: (E, rows, columns) weights of the next product, or None; as much of those of the experts used here as
+            the L2 holds is asked for. No value depends on it.
 
     Returns:
         (T * top_k, I) of out_dtype in the order of slots; rows of dropped slots are zeros.
@@ -235,13 +257,19 @@ def moe_up(
     formula, alpha, beta, limit = activation_parameters(activation, alpha, beta, limit)
     rows = config["BLOCK_N"] * (2 if interleaved else 1)
     aligned = interleaved or not gated or I % config["BLOCK_N"] == 0
-    _up_kernel[(triton.cdiv(I, config["BLOCK_N"]), T * top_k)](
-        a, scale_a, b, scale_b, bias, ids, expert_map, out,
-        K, I, E, top_k, 0 if expert_map is None else expert_map.shape[0],
+    early, programs = early_start(of(a.device)), triton.cdiv(I, config["BLOCK_N"])
+    size, lines = 0, 0
+    if upcoming is not None and upcoming.is_contiguous() and upcoming.numel() and early["PDL"]:
+        size = upcoming.nbytes // E
+        lines = triton.next_power_of_2(triton.cdiv(min(size, AHEAD // (T * top_k)), 128 * programs))
+        upcoming = upcoming.view(torch.uint8)
+    _up_kernel[(programs, T * top_k)](
+        a, scale_a, b, scale_b, bias, ids, expert_map, upcoming if lines else None, out,
+        K, I, E, top_k, 0 if expert_map is None else expert_map.shape[0], size,
         a.stride(0), *strides_of_ones(scale_a, 0, 1), b.stride(0), b.stride(1), *strides_of_ones(scale_b, 0, 1, 2),
         *strides_of_ones(bias, 0), ids.stride(0), ids.stride(1),
         GROUP=group, ROWS=block_rows, FORMULA=formula, GATED=gated, INTERLEAVED=interleaved, ALPHA=alpha, BETA=beta,
         LIMIT=limit, ONE=group > 0 and group % rows == 0 and aligned, EVEN=K % config["BLOCK_K"] == 0,
-        **early_start(of(a.device)), **config,
+        LINES=lines, **early, **config,
     )  # fmt: skip
     return out
