@@ -25,6 +25,7 @@ from turns import time_in_turns
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk._moe import moe
+from fpk._shuffled import Shuffled, shuffle
 from fpk.api import Quantized
 from fpk.check import rel_error
 from fpk.op import OPS
@@ -72,7 +73,8 @@ class Case:
 def random_weights(E: int, N: int, K: int, scheme: str) -> Any:
     if scheme == "mxfp4":
         codes = torch.randint(0, 256, (E, N, K // 2), device="cuda", dtype=torch.uint8)
-        return Quantized(codes, torch.randint(118, 124, (E, N, K // 32), device="cuda", dtype=torch.uint8), scheme)
+        scale = torch.randint(118, 124, (E, N, K // 32), device="cuda", dtype=torch.uint8)
+        return shuffle(Quantized(codes, scale, scheme, check=False))
     made = []
     for first in range(0, E, 16):
         w = torch.randn((min(16, E - first), N, K), device="cuda", dtype=torch.bfloat16)
@@ -137,9 +139,9 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
 
     def product(weight: Any, a: Any, i: int) -> Any:
         offs = ordered[i][2]
-        if case.scheme == "mxfp4":
+        if isinstance(weight, Shuffled):
             a = a[0] if isinstance(a, tuple) else a
-            return OPS["grouped_mm_packed"](a, weight.codes, weight.scale, offs, format_b="mxfp4")
+            return OPS["grouped_mm_shuffled"](a, weight.packed, weight.row_scale, offs)
         if case.act == "none":
             return OPS["grouped_mm"](a[0] if isinstance(a, tuple) else a, weight, offs)
         name = "grouped_scaled_mm_group" if "group" in case.act else "grouped_scaled_mm"
@@ -209,6 +211,8 @@ def layer_error(case: Case) -> float:
     local[used.long()] = torch.arange(len(used), device="cuda", dtype=torch.int32)
 
     def kept(weight: Any) -> Any:
+        if isinstance(weight, Shuffled):
+            weight = Quantized(**weight.parts(), check=False)
         if not isinstance(weight, Quantized):
             return weight[used.long()].float()
         codes = weight.codes.view(torch.uint8)[used.long()].view(weight.codes.dtype)
