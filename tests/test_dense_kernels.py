@@ -145,11 +145,12 @@ def test_parts_of_a_tile_lie_inside_blocks(wide):
 
 def test_consumers_that_take_turns():
     group = "scaled_mm_group"
-    assert legal(group, turns(64, 8)) and legal(group, turns(32, 7, per_sm=2))
+    assert legal(group, turns(64, 8)) and legal(group, turns(32, 6, per_sm=2))
+    assert not legal(group, turns(64, 7))  # a ring for each of two consumers
     assert not legal(group, turns(64, 8), arch="sm100")
-    assert not legal(group, turns(128, 3, per_sm=2))  # registers
-    assert not legal(group, turns(64, 13))  # shared memory
-    assert not legal(group, turns(128, 7), blocks=(128, 64, 128))
+    assert not legal(group, turns(128, 2, per_sm=2))  # registers
+    assert not legal(group, turns(64, 14))  # shared memory
+    assert legal(group, turns(128, 6)) and not legal(group, turns(128, 6), blocks=(128, 64, 128))
     assert not legal(group, turns(64, 8), dtype=torch.int8)
     assert not legal(group, turns(64, 8), N=500)
     assert legal(group, turns(64, 8, split=2), N=500)  # writes by pointers

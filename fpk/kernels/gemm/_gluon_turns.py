@@ -28,10 +28,10 @@ from fpk.kernels.gemm._gluon import (
     descriptor,
     locate,
     piece_columns,
-    produce,
     put_pieces,
     put_pointers,
     right_parts,
+    tma_load,
 )
 from fpk.kernels.gemm._gluon_group import bias_of, scale_b, scales_a
 from fpk.kernels.gemm._launch import dependent
@@ -66,9 +66,9 @@ def _consume_by_turns(
         next_sa = scales_a(sa_rows, mask_m, first + 2, end, stride_sak, GROUP, BLOCK_K)
         next_sb = scale_b(sb_row, first + 2, end, offset_k, stride_sbk, COLS, BLOCK_K)
         for k in range(first, end, 2):
-            turn = begun + k - begin
-            slot = turn % STAGES
-            mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+            turn = begun + (k - first) // 2
+            slot = WHICH * (STAGES // 2) + turn % (STAGES // 2)
+            mbarrier.wait(full.index(slot), turn // (STAGES // 2) & 1)
             token = warpgroup_mma(
                 left_bufs.index(slot), right_bufs.index(slot).permute((1, 0)),
                 gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout), use_acc=False, is_async=True,
@@ -80,7 +80,7 @@ def _consume_by_turns(
             product = warpgroup_mma_wait(0, deps=[token])
             mbarrier.arrive(empty.index(slot), count=1)
             acc += product * factor[:, None]
-        begun += max(end - begin, 0)
+        begun += max(end - first + 1, 0) // 2
         if WHICH == 1:
             mbarrier.wait(taken, phase ^ 1)
             sum_buf.store(acc)
@@ -99,6 +99,34 @@ def _consume_by_turns(
                 put_pieces(out_desc, out_bufs, 0, acc.to(OUT), row, column)
         phase ^= 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def _produce_by_turns(
+    left_desc, right_desc, left_bufs, right_bufs, full, empty, tiles_m, tiles_n, steps,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+):  # fmt: skip
+    """Fill two rings, one a consumer.
+
+    A consumer that met only every other use of a slot could not tell by the parity of its barrier whether the use
+    before its own, the other consumer's, has been filled: loads of a far and of a near step may end in either order.
+    """
+    begun = 0  # steps of the first consumer so far
+    begun_other = 0
+    for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
+        tile_m, tile_n, _, begin, end = locate(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
+        for k in range(begin, end):
+            other = (k - begin) & 1
+            turn = begun + (begun_other - begun) * other + (k - begin) // 2
+            slot = other * (STAGES // 2) + turn % (STAGES // 2)
+            mbarrier.wait(empty.index(slot), (turn // (STAGES // 2) & 1) ^ 1)
+            bar = full.index(slot)
+            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K)
+            tma_load(left_desc, [tile_m * BLOCK_M, k * BLOCK_K], bar, left_bufs.index(slot))
+            tma_load(right_desc, [tile_n * BLOCK_N, k * BLOCK_K], bar, right_bufs.index(slot))
+        begun += max(end - begin + 1, 0) // 2
+        begun_other += max(end - begin, 0) // 2
 
 
 @gluon.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk", "offset_n", "offset_k"])
@@ -145,9 +173,9 @@ def group_turns_kernel(
                 stride_sam, stride_sak, stride_sbn, stride_sbk,
                 1, GROUP, ROWS, COLS, OUT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
-            (produce, (
-                left_desc, right_desc, None, left_bufs, right_bufs, right_bufs, full, empty, tiles_m, tiles_n,
-                steps, BLOCK_M, BLOCK_N, 0, 1, 1, BLOCK_K, STAGES, GROUP_M, SPLIT_K, 1,
+            (_produce_by_turns, (
+                left_desc, right_desc, left_bufs, right_bufs, full, empty, tiles_m, tiles_n, steps,
+                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, SPLIT_K,
             )),
         ],
         [4, 4], [REGISTERS, 24],

@@ -220,7 +220,7 @@ def turns_fit(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: t
     m, n, split = config["BLOCK_M"], config["BLOCK_N"], config["SPLIT_K"]
     if not AVAILABLE or not fits_descriptors(a, b) or m != 64 or (split == 1 and b.shape[0] * out_dtype.itemsize % 16):
         return False
-    if config["PER_SM"] > 1 and n > 64:  # registers
+    if (config["PER_SM"] > 1 and n > 64) or config["STAGES"] % 2:  # registers; a ring for each consumer
         return False
     pieces = (split == 1) * 2 * m * piece_columns(n) * out_dtype.itemsize
     ring = config["STAGES"] * ((m + n) * config["BLOCK_K"] + 16)

@@ -88,7 +88,7 @@ def turns_space(M: int) -> Iterator[Config]:
     """Candidates of `turns` for M tokens."""
     if M <= 256:
         for n, split, per_sm in itertools.product((32, 64, 128), (1, 2, 4), (1, 2)):
-            most = {32: 15, 64: 11, 128: 7}[n] // per_sm
+            most = {32: 14, 64: 10, 128: 6}[n] // per_sm // 2 * 2
             for stages in (most, most - 2) if per_sm == 1 else (most,) * (n <= 64):
                 yield turns(n, stages, split, 1 if M <= 64 else 4, per_sm)
 
@@ -137,11 +137,11 @@ def group_configs(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
     """scaled_mm_group on sm90, likewise."""
     if M <= 16:
         yield warps(16, 256, 6, 1, split_for(cdiv(N, 256), 56, 4), swap=True)
-        yield turns(32, 15)
-        yield turns(64, 11)
+        yield turns(32, 14)
+        yield turns(64, 10)
     else:
         group = 1 if M <= 64 else 4
-        options = [turns(32, 15, 1, group), turns(64, 11, 1, group), turns(64, 11, 2, group), turns(128, 7, 1, group)]
+        options = [turns(32, 14, 1, group), turns(64, 10, 1, group), turns(64, 10, 2, group), turns(128, 6, 1, group)]
         options += [warps(64, 128, 8, group, split) for split in (1, 2)]
         if M > 64:
             options += [warps(128, 128, 6, 4, 2), warps(128, 128, 6, 4), warps(128, 192, 5, 4)]
