@@ -222,13 +222,13 @@ def test_shuffled_experts_are_the_same_layer(scheme, device):
         fpk.moe(x.half(), logits, **shuffled)
 
 
-FEW = [("plain", "none", 3), ("fp8_channel", "fp8_token", 5), ("fp8_block128", "fp8_group128", 5),
-       ("fp8_channel", "none", 3)]  # fmt: skip
+FEW = [("plain", "none", 4), ("fp8_channel", "fp8_token", 6), ("fp8_block128", "fp8_group128", 6),
+       ("fp8_channel", "none", 4)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("weight", "act", "count"), FEW)
 def test_few_tokens_are_not_sorted(weight, act, count, launches, device, monkeypatch):
-    """A wide layer of one token: route, up, down, with two quantizers; and the same result as by all the steps."""
+    """A wide layer of one token: route, up, down and a sum, with two quantizers; the same result as by all the steps."""
     generator = torch.Generator().manual_seed(3)
     shapes = dict(w13=(8, 256, 512), w2=(8, 512, 128))
     given = {n: torch.randn(s, generator=generator).bfloat16() / 8 for n, s in shapes.items()}
@@ -239,7 +239,7 @@ def test_few_tokens_are_not_sorted(weight, act, count, launches, device, monkeyp
     assert launches() - start == count
     monkeypatch.setattr("fpk._moe.fits_few", lambda *_: False)
     steps = fpk.moe(x, logits, **given, act=act, expert_map=torch.tensor([0, 1, 2, 3, 4, -1, 6, 5], device=device))
-    assert launches() - start >= 2 * count + 2
+    assert launches() - start >= count + 6
     assert rel_error(out, steps) < (6e-3 if act == "none" else 0.02)
 
 

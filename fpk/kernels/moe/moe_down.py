@@ -6,8 +6,8 @@
 What a grouped product and moe_unpermute give, from rows in the order of slots (moe_up): each product is rounded to
 out_dtype, sums are fp32 and do not depend on timing. Weights are read once for each slot that uses them.
 
-Kernels: `sum`, each program has all slots of a token; `rows` and `vector` (_vector), a slot for each program, and a
-second kernel that sums.
+Kernels: `rows`, for long rows of weights, and `vector` (_vector): both give each program some columns of a slot, and a
+small kernel behind them sums the slots of a token.
 
 Source: the decode step of mixture-of-experts models.
 """
@@ -92,74 +92,6 @@ def _store_sum(
 
 
 @triton.jit(do_not_specialize=["num_mapped", "E", "top_k"])
-def _sum_kernel(
-    a_ptr, weights_ptr, sa_ptr, b_ptr, sb_ptr, bias_ptr, ids_ptr, map_ptr, residual_ptr, residual_weight_ptr, out_ptr,
-    N, K, E, top_k, num_mapped,
-    stride_am, stride_sam, stride_sak, stride_be, stride_bn, stride_sbe, stride_sbn, stride_sbk, stride_bias, stride_im,
-    stride_ik, stride_wm, stride_wk, stride_xm, stride_xk, stride_xw,
-    PDL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N columns of a token, which share their scales in every group of `b`."""
-    after_previous(PDL)
-    LANES: tl.constexpr = BLOCK_K // LANE
-    token = tl.program_id(1).to(tl.int64)
-    j = tl.arange(0, SLOTS)
-    e = local_expert(ids_ptr, map_ptr, token * stride_im + j * stride_ik, j < top_k, num_mapped, E)
-    here = e >= 0
-    e = tl.where(here, e, 0)
-    lane = tl.arange(0, LANES)
-    cols = lane[None, None, :, None] * LANE + tl.arange(0, LANE)[None, None, None, :]
-    first = tl.program_id(0) * BLOCK_N
-    offs_n = first + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
-    rows = tl.where(mask_n, offs_n, first)
-    b_rows = e[:, None] * stride_be + rows.to(tl.int64)[None, :] * stride_bn
-    b_ptrs = b_ptr + b_rows[:, :, None, None] + cols
-    slot = token * top_k + tl.where(j < top_k, j, 0)
-    a_ptrs = a_ptr + slot[:, None, None, None] * stride_am + cols
-    mask = here[:, None] & mask_n[None, :]
-    # what the end needs, asked for before the weights
-    w = tl.load(weights_ptr + token * stride_wm + j * stride_wk, mask=here, other=0.0)[:, None]
-    factor = w
-    if GROUP < 0:
-        if sb_ptr is not None:
-            channel = rows // ROWS if ROWS > 0 else rows * 0
-            factor = tl.load(
-                sb_ptr + e[:, None] * stride_sbe + channel.to(tl.int64)[None, :] * stride_sbn, mask=mask, other=0.0
-            )
-        if sa_ptr is not None:
-            factor *= tl.load(sa_ptr + slot * stride_sam)[:, None]
-    acc = tl.zeros((SLOTS, BLOCK_N, LANES), dtype=tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=DEPTH):
-        a = load_lanes(a_ptrs, k, cols, K, EVEN)
-        part = tl.sum(load_lanes(b_ptrs, k, cols, K, EVEN) * a, axis=3)
-        if GROUP > 0:
-            group = (k + lane * LANE) // GROUP
-            there = (k + lane * LANE < K)[None, :]
-            sa = tl.load(sa_ptr + slot[:, None] * stride_sam + group[None, :] * stride_sak, mask=there, other=0.0)
-            sb_ptrs = (
-                sb_ptr
-                + e[:, None] * stride_sbe
-                + (first // ROWS).to(tl.int64) * stride_sbn
-                + group[None, :] * stride_sbk
-            )
-            acc += part * (sa * tl.load(sb_ptrs, mask=there, other=0.0))[:, None, :]
-        else:
-            acc += part
-    out = tl.sum(acc, axis=2)
-    if GROUP < 0 and sb_ptr is not None:
-        out *= factor
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + e[:, None] * stride_bias + rows[None, :], mask=mask, other=0.0).to(tl.float32)
-    out = out.to(out_ptr.dtype.element_ty).to(tl.float32) * w
-    total = tl.sum(tl.where(mask, out, 0.0), axis=0)
-    _store_sum(
-        total, residual_ptr, residual_weight_ptr, out_ptr, token, offs_n, mask_n, N, stride_xm, stride_xk, stride_xw
-    )
-
-
-@triton.jit(do_not_specialize=["num_mapped", "E", "top_k"])
 def _rows_kernel(
     a_ptr, sa_ptr, b_ptr, sb_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr,
     N, K, E, top_k, num_mapped,
@@ -230,10 +162,10 @@ def _reduce_kernel(
     )  # fmt: skip
 
 
-def configs(a: Tensor, ids: Tensor, b: Tensor, **_: Any):
-    slots, K = triton.next_power_of_2(ids.shape[1]), triton.next_power_of_2(b.shape[2])
+def configs(a: Tensor, b: Tensor, **_: Any):
+    K = triton.next_power_of_2(b.shape[2])
     if of(a.device).arch == "cpu":  # the interpreter wants few programs
-        for kernel, rows, cols in (("sum", 128, 256), ("rows", 128, 256), ("vector", 128, 256), ("sum", 32, 128)):
+        for kernel, rows, cols in (("rows", 128, 256), ("vector", 128, 256), ("rows", 32, 128), ("vector", 64, 128)):
             yield Config(kernel=kernel, BLOCK_N=rows, BLOCK_K=cols, DEPTH=1, num_warps=4)
         return
     wide = min(1024, max(128, K))
@@ -247,10 +179,6 @@ def configs(a: Tensor, ids: Tensor, b: Tensor, **_: Any):
                     yield Config(kernel="rows", BLOCK_N=rows, BLOCK_K=cols, DEPTH=depth, num_warps=warps)
                 if 512 <= rows * cols // warps <= 2048 and cols <= wide * 2:
                     yield Config(kernel="vector", BLOCK_N=rows, BLOCK_K=cols, DEPTH=depth, num_warps=warps)
-            for warps in (2, 4, 8):
-                if 512 <= slots * rows * cols // warps <= 4096 and cols <= wide * 2:
-                    for depth in (2, 3, 4):
-                        yield Config(kernel="sum", BLOCK_N=rows, BLOCK_K=cols, DEPTH=depth, num_warps=warps)
 
 
 def legal(config: Config, device: Device, group: int, **_: Any) -> bool:
@@ -298,7 +226,7 @@ def inputs(
         residual=("no", "plain", "weighted"), dtype=(torch.float8_e4m3fn, torch.float8_e5m2),
         out_dtype=(torch.bfloat16, torch.float16), kind=("normal", "zeros"), layout=("contiguous", "rows"),
     ),
-    kernels=dict(sum=Kernel(_sum_kernel), rows=Kernel(_rows_kernel), vector=VECTOR_KERNEL),
+    kernels=dict(rows=Kernel(_rows_kernel), vector=VECTOR_KERNEL),
     configs=configs, legal=legal, key=key, cost=cost,
     cases={
         f"{model}/T={t}": dict(T=t, N=hidden, K=inner, E=experts, top_k=top_k)
@@ -355,12 +283,6 @@ def moe_down(
     options = dict(GROUP=group, ROWS=block_rows, EVEN=K % config["BLOCK_K"] == 0)
     slots, programs = triton.next_power_of_2(top_k), triton.cdiv(N, config["BLOCK_N"])
     kernel = config.pop("kernel")
-    if kernel == "sum":
-        _sum_kernel[(programs, T)](
-            a, weights, scale_a, b, scale_b, bias, ids, expert_map, residual, residual_weight, out,
-            N, K, E, top_k, mapped, *product, *summing, SLOTS=slots, **options, **early, **config,
-        )  # fmt: skip
-        return out
     rows = torch.empty((T * top_k, N), dtype=out_dtype, device=a.device)
     if kernel == "vector":
         granularity = (group, block_rows, group) if group > 0 else (
