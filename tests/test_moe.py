@@ -228,7 +228,7 @@ FEW = [("plain", "none", 4), ("fp8_channel", "fp8_token", 6), ("fp8_block128", "
 
 @pytest.mark.parametrize(("weight", "act", "count"), FEW)
 def test_few_tokens_are_not_sorted(weight, act, count, launches, device, monkeypatch):
-    """A wide layer of one token: route, up, down and a sum, with two quantizers; the same result as by all the steps."""
+    """A wide layer of one token: route, up, down, a sum, and quantizers; the same result as by all the steps."""
     generator = torch.Generator().manual_seed(3)
     shapes = dict(w13=(8, 256, 512), w2=(8, 512, 128))
     given = {n: torch.randn(s, generator=generator).bfloat16() / 8 for n, s in shapes.items()}
