@@ -199,10 +199,13 @@ def check_many_tiles(op: Op) -> None:
         if len(seen) == sum(kernel.interpretable for kernel in op.kernels.values()):
             break
         first = case | ({"kind": "normal"} if "kind" in op.domain else {})
-        for name in ("M", "T", "N", "K", "H", "E"):
-            if name in op.domain and not (name in ("M", "T") and case[name] > 2):
-                even = [v for v in op.domain[name] if v % 2 == 0 and name != "E"]
+        for name in ("N", "K", "H"):
+            if name in op.domain:
+                even = [v for v in op.domain[name] if v % 2 == 0]
                 first[name] = max(even if even and number % 2 else op.domain[name])
+        for name, least in (("M", 3), ("T", 3), ("E", 2)):  # few of these: a tile of rows is small
+            if name in op.domain and case[name] < least:
+                first[name] = min((v for v in op.domain[name] if v >= least), default=max(op.domain[name]))
         for kernel, config in smallest_configs(op, first).items():
             if kernel not in seen:
                 seen.add(kernel)
