@@ -1,11 +1,14 @@
 """Laws that living mutants asked for, where no law of all ops could notice them."""
 
+import contextlib
+
 import pytest
 import torch
 import triton
 from op_laws import make, middle, results
 
 from fpk.check import assert_close
+from fpk.device import pretend
 from fpk.kernels.moe._gluon_grouped import schedule_kernel
 from fpk.op import OPS
 
@@ -68,3 +71,15 @@ def test_nothing_but_nan(name, dtype, device):
     assert_close(results(op, op, args), results(op, op.reference, theirs), op.tolerance(op.bind(**args)))
     args["x"][:], theirs["x"][:] = float("nan"), float("nan")
     assert_close(results(op, op, args), results(op, op.reference, theirs), op.tolerance(op.bind(**args)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be another GPU")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("arch", [None, "sm80"])
+def test_what_rounds_to_negative_zero_keeps_its_sign(arch, dtype):
+    """By the units of a GPU that has them, and by integers where it has none; on a CPU both are interpreted."""
+    x = torch.tensor([[448.0, -0.0, 0.0, -1e-20, 1e-20, -1e-30]])
+    with pretend(arch) if arch else contextlib.nullcontext():
+        codes, _ = OPS["quantize_fp8_token"](x, dtype=dtype)
+    assert [int(c) >> 7 for c in codes.view(torch.uint8)[0, 1:]] == [1, 0, 1, 0, 1]
+    assert not any(int(c) & 0x7F for c in codes.view(torch.uint8)[0, 1:])
