@@ -13,6 +13,7 @@ from fpk._pairs import no_product
 from fpk.api import Quantized, parse_layer_scheme, quantize
 from fpk.check import assert_close, rel_error
 from fpk.formats import SCHEMES
+from fpk.kernels.gemm._gluon_mx import decode_activations_kernel
 from fpk.kernels.gemm._operands import ACTIVATIONS, WEIGHTS, exact_in, operand
 from fpk.kernels.pack._shuffle import ELEMENTS
 from fpk.op import OPS
@@ -167,3 +168,23 @@ def test_scales_too_far_apart_are_counted(device):
     codes[0, 16:32] = 0x80
     assert OPS["shuffle_weight"](codes, scale, "mxfp4", "fp8")[2].item() == 1
     assert OPS["shuffle_weight"](codes, scale, "mxfp4", "bf16")[2].item() == 0
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16))
+def test_activations_of_an_mxfp8_product_on_hopper(dtype, device):
+    """Every code under small, middling and large scales is decoded exactly and finds its new place."""
+    bytes_ = torch.tensor([0, 1, 96, 127, 158, 254, 255], dtype=torch.uint8, device=device)
+    if dtype is torch.bfloat16:
+        codes, scale = torch.randn(3, 272, device=device).bfloat16(), None
+        expected = codes
+    else:
+        codes = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).repeat(len(bytes_), 1)
+        scale = bytes_[:, None].repeat(1, 8)
+        power = torch.exp2(scale.double() - 127).masked_fill(scale == 255, torch.nan)
+        expected = (codes.double() * power.repeat_interleave(32, 1)).bfloat16()
+    out = torch.full(codes.shape, 7.0, dtype=torch.bfloat16, device=device)
+    strides = codes.stride(0), 0 if scale is None else scale.stride(0), out.stride(0)
+    decode_activations_kernel[(len(codes), 2)](codes, scale, out, codes.shape[1], *strides, BLOCK=256)
+    column = torch.arange(codes.shape[1], device=device)
+    place = column // 16 * 16 + column // 2 % 2 * 8 + column // 4 % 4 * 2 + column % 2
+    assert torch.equal(out[:, place].nan_to_num(3.5), expected.nan_to_num(3.5))

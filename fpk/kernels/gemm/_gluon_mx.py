@@ -1,4 +1,4 @@
-"""The Gluon kernel of mm_packed for two MXFP8 operands: both are decoded to bf16, exactly, and multiplied there.
+"""The Gluon kernel of mm_packed for MXFP8 weights, with MXFP8 or bf16 activations: a bf16 product of exact values.
 
 Scaling sums of 32 columns in fp32 instead costs two operations for each of them, which take longer than their product
 in FP8. Weights are decoded in registers, from which wgmma takes its left operand, as in `_gluon_weight`; activations
@@ -35,11 +35,12 @@ def decode_activations_kernel(a_ptr, scale_ptr, out_ptr, K, stride_am, stride_sm
     """bf16 values of BLOCK columns of a row: inside each 16, column 4q + 2h + e moves to 8h + 2q + e."""
     row, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < K
-    codes = tl.load(a_ptr + row * stride_am + offs, mask=mask, other=0.0)
-    byte = tl.load(scale_ptr + row * stride_sm + offs // 32, mask=mask, other=0).to(tl.int32)
-    bits = tl.where(byte == 0, 0x00400000, byte << 23)
-    scale = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-    value = (codes.to(tl.float32) * scale).to(tl.bfloat16)
+    value = tl.load(a_ptr + row * stride_am + offs, mask=mask, other=0.0)
+    if scale_ptr is not None:
+        byte = tl.load(scale_ptr + row * stride_sm + offs // 32, mask=mask, other=0).to(tl.int32)
+        bits = tl.where(byte == 0, 0x00400000, byte << 23)
+        scale = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+        value = (value.to(tl.float32) * scale).to(tl.bfloat16)
     value = tl.permute(tl.reshape(value, (BLOCK // 16, 4, 2, 2)), (0, 2, 1, 3))
     tl.store(out_ptr + row * stride_om + offs, tl.reshape(value, (BLOCK,)), mask=mask)
 
@@ -227,15 +228,16 @@ def shared_bytes(config: Config, out_bytes: int) -> int:
 
 
 def launch(
-    device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out: Tensor,
+    device: Device, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor, bias: Tensor | None, out: Tensor,
     config: Config,
 ) -> None:  # fmt: skip
-    """Multiply MXFP8 activations by MXFP8 weights."""
+    """Multiply MXFP8 activations, or bf16 ones without scales, by MXFP8 weights."""
     (M, K), N, block = a.shape, b.shape[0], config["BLOCK_M"]
     decoded = torch.empty((M, K), dtype=torch.bfloat16, device=a.device)
     decode_activations_kernel[(M, triton.cdiv(K, 4096))](
-        a, scale_a, decoded, K, a.stride(0), scale_a.stride(0), decoded.stride(0), BLOCK=4096, num_warps=8
-    )
+        a, scale_a, decoded, K, a.stride(0), 0 if scale_a is None else scale_a.stride(0), decoded.stride(0),
+        BLOCK=4096, num_warps=8,
+    )  # fmt: skip
     tiles = triton.cdiv(M, block) * triton.cdiv(N, 2 * HALF)
     mx_warps_kernel[(min(device.sm_count, tiles),)](
         descriptor(b.view(torch.int8), HALF, config["BLOCK_K"]), descriptor(decoded, block, 64),

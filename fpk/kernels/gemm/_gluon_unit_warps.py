@@ -99,33 +99,28 @@ def _consume(
     SIZE: gl.constexpr = 1 if FP8 else 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 // SIZE])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4 // SIZE)
-    m, program = gl.program_id(0), gl.program_id(1)
-    begin, end, tile, k = _share(program, per_program, steps, tiles_n)
-    k_begin, slot, phase = k, 0, 0
-    acc = gl.zeros((64, BLOCK_M), gl.float32, LAYOUT)
-    for at in range(begin, end):
-        mbarrier.wait(full.index(slot), phase)
-        acc = _multiply(
-            acc, codes, seconds, stored, tiles, slot * ROWS + R, slot, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK, UNITS,
-            LINES, BLOCK_M, LEFT,
-        )  # fmt: skip
-        if not FP8:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot += 1
-        phase = gl.where(slot == STAGES, phase ^ 1, phase)
-        slot = gl.where(slot == STAGES, 0, slot)
-        k += 1
-        if (k == steps) | (at == end - 1):
-            whole, first = (k_begin == 0) & (k == steps), tile * steps // per_program
-            last = (tile * steps + steps - 1) // per_program
-            _finish(
-                acc, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om, stride_sa,
-                whole, m, tile, tiles_n, program, first, last, gl.num_programs(1), ROWS, R, BLOCK_M,
+    begin, end, tile, _k = _share(gl.program_id(1), per_program, steps, tiles_n)
+    turn = 0
+    for row in range(tile, gl.cdiv(end, steps)):
+        start, stop = max(row * steps, begin), min(row * steps + steps, end)
+        acc = gl.zeros((64, BLOCK_M), gl.float32, LAYOUT)
+        for _ in range(start, stop):
+            slot = turn % STAGES
+            mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+            acc = _multiply(
+                acc, codes, seconds, stored, tiles, slot * ROWS + R, slot, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK,
+                UNITS, LINES, BLOCK_M, LEFT,
             )  # fmt: skip
-            tile += 1
-            k, k_begin = 0, 0
-            acc = gl.zeros((64, BLOCK_M), gl.float32, LAYOUT)
+            if not FP8:
+                acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(slot), count=1)
+            turn += 1
+        first, last = row * steps // per_program, (row * steps + steps - 1) // per_program
+        _finish(
+            acc, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om, stride_sa,
+            stop - start == steps, gl.program_id(0), row, tiles_n, gl.program_id(1), first, last, gl.num_programs(1),
+            ROWS, R, BLOCK_M,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "units_n", "units_k", "per_program", "stride_sa"])

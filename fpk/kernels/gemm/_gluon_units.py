@@ -175,36 +175,74 @@ def _opaque(x):
 
 
 @gluon.jit
+def _pieces(acc, COLUMNS: gl.constexpr):
+    """A tile in pieces of COLUMNS columns."""
+    HALF: gl.constexpr = acc.shape[1] // 2
+    if acc.shape[1] == COLUMNS:
+        pieces = (acc,)
+    else:
+        few, more = acc.reshape((64, 2, HALF)).permute((0, 2, 1)).split()
+        pieces = _pieces(few, COLUMNS) + _pieces(more, COLUMNS)
+    return pieces
+
+
+@gluon.jit
 def _finish(
     acc, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om, stride_sa,
     whole, m, tile, tiles_n, program, first, last, programs, ROWS: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Store the tile of a row of units, or this program's part of it; the last of `first`..`last` adds the parts up."""
-    layout: gl.constexpr = acc.type.layout
+    PIECE: gl.constexpr = BLOCK_M if BLOCK_M <= 64 else 32
+    STEP: gl.constexpr = ROWS * (64 * BLOCK_M)
+    pieces = _pieces(acc, PIECE)
+    sums = pieces[0]
+    layout: gl.constexpr = sums.type.layout
     offs_n = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))
-    offs_m = _opaque(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout)))
+    offs_m = _opaque(gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout)))
+    inside = offs_m[None, :] * 64 + offs_n[:, None]
+    at_n = (tile * ROWS + R) * 64 + offs_n
+    mask_n = at_n < N
+    row_scale = gl.load(row_scale_ptr + at_n, mask=mask_n, other=0.0)
     ready = whole
+    parts_ptr += (m * programs).to(gl.int64) * (2 * STEP) + R * (64 * BLOCK_M)
     if not whole:
-        inside = offs_m[None, :] * 64 + offs_n[:, None]
-        base = m * (tiles_n + programs) + tile  # tile plus program is a number of its own along the staircase
-        gl.store(parts_ptr + ((base + program) * ROWS + R).to(gl.int64) * (64 * BLOCK_M) + inside, acc)
+        # a program leaves at most two parts: one of a tile that it does not begin (0), one of one that it does (1)
+        mine = parts_ptr + (2 * program + (program == first).to(gl.int32)).to(gl.int64) * STEP
+        for i in gl.static_range(BLOCK_M // PIECE):
+            gl.store(mine + i * PIECE * 64 + inside, pieces[i])
         barrier()
         ticket = gl.atomic_add(tickets_ptr + (m * tiles_n + tile) * ROWS + R, 1, sem="acq_rel")
         ready = ticket == last - first
-        if ready:
-            acc = gl.zeros((64, BLOCK_M), gl.float32, layout)
-            for i in range(first, last + 1):
-                barrier()  # keeps LLVM from unrolling, which would spill
-                part = parts_ptr + ((base + i) * ROWS + R).to(gl.int64) * (64 * BLOCK_M)
-                acc += gl.load(part + inside, cache_modifier=".cg")
-            gl.atomic_xchg(tickets_ptr + (m * tiles_n + tile) * ROWS + R, 0, sem="release")
     if ready:
-        at_n, at_m = (tile * ROWS + R) * 64 + offs_n, m * BLOCK_M + offs_m
-        mask_n, mask_m = at_n < N, at_m < M
-        acc *= gl.load(row_scale_ptr + at_n, mask=mask_n, other=0.0)[:, None]
-        if scale_a_ptr is not None:
-            acc *= gl.load(scale_a_ptr + at_m * stride_sa, mask=mask_m, other=0.0)[None, :]
-        if bias_ptr is not None:
-            acc += gl.load(bias_ptr + at_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
-        ptrs = out_ptr + at_m.to(gl.int64)[None, :] * stride_om + at_n[:, None]
-        gl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+        for i in gl.static_range(BLOCK_M // PIECE):
+            sums = pieces[i]
+            if not whole:
+                part = parts_ptr + (2 * first + 1).to(gl.int64) * STEP + i * PIECE * 64
+                sums = gl.load(part + inside, cache_modifier=".cg")
+                part += STEP
+                if BLOCK_M == 64:  # two are on their way; a barrier keeps LLVM from unrolling, which would spill
+                    for k in range(first + 1, last + 1, 2):
+                        barrier()
+                        two = (inside >= 0) & (k < last)
+                        one = gl.load(part + inside, cache_modifier=".cg")
+                        sums += one + gl.load(part + 2 * STEP + inside, mask=two, other=0.0, cache_modifier=".cg")
+                        part += 4 * STEP
+                else:  # LLVM unrolls by itself, so that four of few tokens are on their way
+                    for _ in range(first, last):
+                        if BLOCK_M > 64:
+                            barrier()
+                        sums += gl.load(part + inside, cache_modifier=".cg")
+                        part += 2 * STEP
+            at_m = m * BLOCK_M + i * PIECE + offs_m
+            mask_m = at_m < M
+            sums *= row_scale[:, None]
+            if scale_a_ptr is not None:
+                sums *= gl.load(scale_a_ptr + at_m * stride_sa, mask=mask_m, other=0.0)[None, :]
+            if bias_ptr is not None:
+                sums += gl.load(bias_ptr + at_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
+            ptrs = out_ptr + at_m.to(gl.int64)[None, :] * stride_om + at_n[:, None]
+            gl.store(ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+            if BLOCK_M > PIECE:
+                barrier()  # one piece after the other, or their addresses would spill
+        if not whole:
+            gl.atomic_xchg(tickets_ptr + (m * tiles_n + tile) * ROWS + R, 0, sem="release")

@@ -19,7 +19,8 @@ _FEW = (
 # (ROWS, UNITS, STAGES, PER_SM)
 _SPACE = (
     (1, 2, 2, 2), (1, 2, 2, 3), (1, 2, 3, 3), (1, 2, 2, 4), (1, 2, 3, 4), (2, 1, 4, 2), (2, 2, 3, 2), (2, 2, 4, 2),
-    (2, 2, 2, 1), (2, 2, 3, 1), (2, 2, 4, 1), (2, 4, 2, 1), (2, 1, 4, 1), (3, 2, 3, 1), (3, 1, 4, 1),
+    (2, 1, 2, 1), (2, 1, 3, 1), (2, 1, 4, 1), (2, 2, 2, 1), (2, 2, 3, 1), (2, 2, 4, 1), (2, 4, 2, 1), (3, 2, 3, 1),
+    (3, 1, 4, 1),
     (2, 1, 2, 0), (2, 1, 3, 0), (2, 1, 4, 0), (2, 2, 2, 0), (2, 2, 3, 0),
 )  # fmt: skip
 
@@ -54,6 +55,7 @@ def unit_warps_space(M: int) -> Iterator[Config]:
     """Candidates for M tokens; what does not fit is not legal."""
     for m in (8, 16, 32, 64, 128, 256):
         for fields in _SPACE:
-            whole = fields[-1] == 0
-            if m <= max(8, 2 * M) and (m >= 64 or M <= 256) and (m >= 128 or not whole) and (m < 256 or whole):
+            rows, _, _, per_sm = fields
+            fit = rows == 2 and per_sm < 2 if m >= 128 else per_sm > 0
+            if fit and m <= max(8, 2 * M) and (m >= 64 or M <= 256):
                 yield _warps(m, *fields)

@@ -9,9 +9,9 @@ to a type of the matrix unit that holds them exactly (COMPUTE of a config, `_ope
 where that is exact, and the sums of their groups in fp32 elsewhere.
 
 Kernels: `tile`, one output tile a program (SWAP puts the weights on the matrix instruction's 64-row side, for few
-tokens); `split`, the same with K divided over programs and an ordered reduction; `warps`, Gluon for sm90 and two MXFP8
-operands: warps that load, warps that decode to bf16 and multiply; `native`, by the block scales of the matrix unit,
-where it has them (sm100, sm120, gfx950) for the pair.
+tokens); `split`, the same with K divided over programs and an ordered reduction; `warps`, Gluon for sm90 and MXFP8
+weights with MXFP8 or bf16 activations: warps that load, warps that decode to bf16 and multiply; `native`, by the block
+scales of the matrix unit, where it has them (sm100, sm120, gfx950) for the pair.
 
 Source: OCP Microscaling Formats 1.0; NVFP4 and W4A16 inference (vLLM serves them through Marlin and triton_kernels).
 """
@@ -174,9 +174,13 @@ def legal(
         held = config["num_stages"] * (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"]
         return native_kinds(format_a, format_b, device.arch) is not None and held + 8192 <= device.shared_limit
     if config["kernel"] == "warps":
-        if not AVAILABLE or not (format_a.startswith("mxfp8") and format_b.startswith("mxfp8")):
+        if scale_a is None:
+            whole = a.dtype is torch.bfloat16
+        else:
+            whole = format_a.startswith("mxfp8") and scale_a.stride(1) == 1
+        if not AVAILABLE or not whole or not format_b.startswith("mxfp8") or not words_of_scales(scale_b):
             return False
-        if scale_a is None or a.shape[1] % 128 or scale_a.stride(1) != 1 or not words_of_scales(scale_b):
+        if a.shape[1] % 128:
             return False
         # rows of the output leave by descriptors
         even = b.shape[0] * out_dtype.itemsize % 16 == 0
@@ -277,7 +281,7 @@ def mm_packed(
     K, config = left.columns(a), dict(config)
     if config["kernel"] == "warps":
         del config["kernel"], config["COMPUTE"]
-        launch_warps(of(a.device), a, b, scale_a, scale_b, bias, out, config)  # type: ignore[arg-type]
+        launch_warps(of(a.device), a, b, scale_a, scale_b, bias, out, config)
         return out
     if config["kernel"] == "native":
         return _launch_native(

@@ -280,7 +280,7 @@ def mm_shuffled(
     programs = triton.cdiv(tiles * steps, per_program)
     parts, counters = row_scale, row_scale  # unused where every program has whole rows of units
     if per_program % steps:
-        size = columns * (tiles + programs) * rows * ROWS * block
+        size = columns * programs * 2 * rows * ROWS * block
         parts, counters = torch.empty(size, device=a.device), tickets(columns * tiles * rows, a.device)
     lines = packed.view(torch.int32)
     first, second = units_n * units_k * 16, units_n * units_k * (8 if made["BITS"] == 6 else 0)
