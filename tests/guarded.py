@@ -24,7 +24,8 @@ _empty = torch.empty
 def install(monkeypatch) -> None:
     forget()
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, _guarding(getattr(owner, name)))
+        if not hasattr(getattr(owner, name), "guards"):  # a test inside of somebody's own installation
+            monkeypatch.setattr(owner, name, _guarding(getattr(owner, name)))
 
 
 def forget() -> None:
@@ -105,4 +106,5 @@ def _guarding(allocate):
         del _zones[:-KEPT]
         return raw[:size].view(out.dtype).as_strided(out.shape, out.stride()).requires_grad_(out.requires_grad)
 
+    guarded.guards = allocate
     return guarded
