@@ -42,7 +42,7 @@ def _visit(fn: Callable[..., Any], seen: dict[str, str]) -> None:
         body = getattr(node, "body", None)
         if isinstance(node, ast.FunctionDef) and body and _is_docstring(body[0]):
             node.body = body[1:] or [ast.Pass()]
-    seen[name] = ast.dump(tree)  # without attributes: no positions
+    seen[name] = _spell(tree)
     for path, value in _captured(fn, tree):
         if isinstance(getattr(value, "fn", None), Callable):  # type: ignore[arg-type]
             if _ours(_function(value), fn):
@@ -51,6 +51,16 @@ def _visit(fn: Callable[..., Any], seen: dict[str, str]) -> None:
             seen[f"{name}:{path}"] = repr(value)
         elif type(value).__name__ == "constexpr":
             seen[f"{name}:{path}"] = repr(value.value)
+
+
+def _spell(node: Any) -> str:
+    """A tree as text, without positions and without empty fields, which come and go with versions of Python."""
+    if isinstance(node, list):
+        return "[" + ", ".join(map(_spell, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name in node._fields if (value := getattr(node, name, None)) not in (None, [])]
+    return f"{type(node).__name__}({', '.join(f'{name}={_spell(value)}' for name, value in fields)})"
 
 
 def _is_docstring(node: ast.stmt) -> bool:

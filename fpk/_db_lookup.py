@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fpk._db_scale import DOUBT, Scaled
+from fpk._db_scale import Tile, expected, full_rate, tile
 from fpk._db_table import SIZES, Row, Run, parse_runs, parse_table
 from fpk.device import Device
 
@@ -25,12 +25,10 @@ NEAR_LIMIT = 1.1
 # others (formats, granularities, accumulation) change the loop, and a row says nothing across them.
 SOFT_FLAGS = frozenset({"bias", "zero_point", "out_dtype"})
 # Products' rows are scaled by their work (`fpk._db_scale`) before they are compared, so they reach farther: a factor of
-# 16 in N or K, of 4 in M. Hidden in turn, eight far shapes of a product cost 2 % over their best in the median (27 %
-# without scaling)
+# 16 in one size
 SCALED_LIMIT = 4.1
 _NEAREST = 3  # shapes offered by the level "nearest": the closest may be illegal here
-_SCALED = 4  # shapes whose rows are scaled and compared, and how many rows of each
-_RANKS = 3
+_SCALED = 4  # shapes whose rows are scaled and compared
 _OFFERED = 4  # rows of them that are offered
 _MEMO_LIMIT = 16_384
 _GPU_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<product>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm_count>\d+)(-(?P<mig>.+))?")
@@ -92,6 +90,10 @@ class MemorySource:
         return self.texts.get(f"{gpu}/{file}")
 
 
+# full rate; (sizes but M, as logarithms; log2 of each M; tiles of each M)
+_Group = tuple[float, list[tuple[tuple[float, ...], list[float], list[list[Tile]]]]]
+
+
 class Answer(NamedTuple):
     """One row that a look-up would offer: from which level ("exact", "nearest", "sibling"), source and GPU."""
 
@@ -108,7 +110,7 @@ class Table:
     def __init__(self, rows: Iterable[Row], sm_count: int = 0) -> None:
         self.rows = list(rows)
         self._sm_count = sm_count
-        self._scaled: dict[int, list[Scaled | None]] = {}  # by the identity of a block of `_exact`
+        self._tiles: dict[frozenset[Any], _Group] = {}
         self._exact: dict[frozenset[Any], list[Row]] = {}
         for row in self.rows:
             self._exact.setdefault(frozenset(row.key.items()), []).append(row)
@@ -126,29 +128,44 @@ class Table:
         for flags in sorted(self._shapes, key=lambda f: sorted(f, key=str)):
             self._kin.setdefault(_hard(flags), []).append(flags)
 
-    def scaled(self, key: Mapping[str, Any], sm_count: int) -> list[tuple[float, float, Row]]:
-        """(expected microseconds, distance, row) of configs that won nearby, the fastest expected first.
+    def scaled(self, key: Mapping[str, Any], sm_count: int, count: int = _OFFERED) -> list[tuple[float, float, Row]]:
+        """(expected microseconds, distance, row) of configs measured nearby, the fastest expected first.
 
         A config stands once, with the row of the shape closest to `key`. [] if the op's times cannot be scaled.
         """
-        found: list[tuple[float, int, float, Row]] = []
-        seen = set()
-        for distance, block in self.nearest(key, _SCALED):
-            if distance > SCALED_LIMIT:
-                break
-            rows = self._scaled.get(id(block))
-            if rows is None:
-                rows = self._scaled[id(block)] = [Scaled.of(row, self._sm_count or sm_count) for row in block]
-            doubt = 1 + DOUBT * distance
-            for one in rows[:_RANKS]:
-                if one is None:
-                    return []
-                if one.name not in seen:
-                    seen.add(one.name)
-                    us = one.expected_us(key["M"], key["N"], key["K"], sm_count)
-                    found.append((us * doubt, len(found), distance, one.row))
-        found.sort()
-        return [(us, distance, row) for us, _, distance, row in found[:_OFFERED]]
+        flags, log_m, logs = _split(key)
+        group = self._tiles.get(flags)
+        if group is None:
+            group = self._tiles[flags] = self._group(flags, sm_count)
+        rate, shapes = group
+        if not rate:
+            return []
+        near = []
+        position = 0
+        for other, ms, tiles in shapes:
+            base = sum([abs(a - b) for a, b in zip(other, logs, strict=False)])
+            at = bisect_left(ms, log_m)
+            for i in (at - 1, at, at + 1):
+                if 0 <= i < len(ms) and (distance := base + abs(ms[i] - log_m)) <= SCALED_LIMIT:
+                    near.append((distance, position, tiles[i]))
+                    position += 1
+        near.sort()
+        found = expected([(d, t) for d, _, t in near[:_SCALED]], key["M"], key["N"], key["K"], sm_count, rate)
+        return [(us, distance, row) for us, _, distance, row in found[:count]]
+
+    def _group(self, flags: frozenset[Any], sm_count: int) -> _Group:
+        """Tiles of the recorded shapes with these flags (SOFT_FLAGS apart), and the rate none of them exceeds."""
+        shapes = self._shapes.get(flags)
+        if shapes is None:
+            shapes = [shape for kin in self._kin.get(_hard(flags), ()) for shape in self._shapes[kin]]
+        group = []
+        for logs, ms, blocks in shapes:
+            tiles = [[tile(row, self._sm_count or sm_count) for row in block] for block in blocks]
+            whole = [[t for t in block if t is not None] for block in tiles]
+            if list(map(len, whole)) != list(map(len, tiles)):
+                return 0.0, []
+            group.append((logs, ms, whole))
+        return full_rate(row for _, _, blocks in shapes for block in blocks for row in block), group
 
     def exact(self, key: Mapping[str, Any]) -> list[Row]:
         return self._exact.get(frozenset(key.items()), [])
@@ -285,7 +302,8 @@ class Tables:
             exact = table.exact(key)
             if exact:
                 for row in exact:
-                    yield Answer("exact", row, gpu, name, 0.0)
+                    if row.rank <= 1 or row.us < row.default_us:  # slower ones are there for their neighbours
+                        yield Answer("exact", row, gpu, name, 0.0)
                 break
         scaled = [(us, i, d, row) for i, (_, table) in enumerate(tables) for us, d, row in table.scaled(key, sm_count)]
         if len(tables) > 1:

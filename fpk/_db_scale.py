@@ -1,60 +1,103 @@
-"""What a row measured at one shape says about another: its time, scaled by the work a multiprocessor does.
+"""What rows measured at some shapes say about another: their time, scaled by the work a multiprocessor does.
 
 A product's time at a shape is mostly waves x steps: how often the tiles fill all multiprocessors, times the steps along
 K that each tile takes. Between two shapes the same config changes by the ratio of these; what a launch costs, and the
-partial sums of a split K, stay outside the ratio. So of several neighbours' winners that one is taken whose tiles fit
-the new shape, instead of the one whose shape is closest.
+partial sums of a split K, stay outside the ratio, and nothing runs faster than the table's fastest row moves its
+operands. So of the neighbours' configs that one is taken whose tiles fit the new shape, instead of the one whose shape
+is closest. The constants were fitted on an H200 (`tests/tune_data`), where ratios depend on them by a few percent.
 """
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from fpk._db_table import Row
 
-# microseconds that do not grow with the work: launch, fill of the pipeline
-LAUNCH_US = 2.0
-# a split K writes and reads fp32 partial sums, 8 bytes per output and part, at a few TB/s
-SPLIT_US_PER_OUTPUT = 8 / 4.2e6
-# of rows from farther shapes the estimate is worse: so many percent a factor of two (see `Table.nearest` for distances)
-DOUBT = 0.02
+LAUNCH_US = 3.0  # launch, filling and draining of the pipeline
+SPLIT_US = 1.0  # the second launch of a split K
+SPLIT_US_PER_OUTPUT = 16 / 4.2e6  # and its fp32 partial sums, written and read, per output and part
+FULL_RATE = 0.9  # of the fastest row's elements per microsecond, that other shapes reach too
+DOUBT = 0.08  # an estimate from a shape twice as large in one size counts as so much slower
 
 _OTHER = ("T", "R", "E", "H", "I", "top_k")
 
 
-class Scaled:
-    """A product's row taken apart: what stays of its time at another shape, and what grows with the work.
+class Tile(NamedTuple):
+    """A product's row taken apart; `moving` is microseconds a wave and step, `name` tells equal configs."""
 
-    `Scaled.of` gives None for a row whose work cannot be told: not a product of M, N and K, or a damaged one (tables
-    are text from anywhere).
+    name: frozenset[tuple[str, Any]]
+    block_m: int
+    block_n: int
+    block_k: int
+    split: int
+    moving: float
+    row: Row
+
+
+def tile(row: Row, sm_count: int) -> Tile | None:
+    """None for a row whose work cannot be told: not a product of M, N and K, or damaged (tables are untrusted text)."""
+    key, config = row.key, row.config
+    m, n, k = _count(key.get("M")), _count(key.get("N")), _count(key.get("K"))
+    block_m, block_n = _count(config.get("BLOCK_M")), _count(config.get("BLOCK_N"))
+    block_k, split = _count(config.get("BLOCK_K", 1)), _count(config.get("SPLIT_K", 1))
+    if not (m and n and k and block_m and block_n and block_k and split and sm_count > 0 and row.us > 0):
+        return None
+    if any(name in key for name in _OTHER):
+        return None
+    one = Tile(frozenset(config.items()), block_m, block_n, block_k, split, 1.0, row)
+    fixed = LAUNCH_US + split_us(split, m * n)
+    return one._replace(moving=max(row.us - fixed, row.us / 4) / _work(one, m, n, k, sm_count))
+
+
+def split_us(split: int, outputs: int) -> float:
+    return SPLIT_US + split * outputs * SPLIT_US_PER_OUTPUT if split > 1 else 0.0
+
+
+def elements(m: int, n: int, k: int) -> int:
+    """Elements that a product reads and writes, the 16-bit output as two."""
+    return m * k + n * k + 2 * m * n
+
+
+def full_rate(rows: Iterable[Row]) -> float:
+    """Elements per microsecond that no row of a table exceeds."""
+    rates = []
+    for row in rows:
+        m, n, k = (_count(row.key.get(size)) for size in ("M", "N", "K"))
+        if row.us > 0 and m and n and k:
+            rates.append(elements(m, n, k) / max(row.us - LAUNCH_US, 0.3 * row.us))
+    return max(rates, default=0.0)
+
+
+def expected(
+    near: Sequence[tuple[float, Sequence[Tile]]], m: int, n: int, k: int, sm_count: int, rate: float
+) -> list[tuple[float, int, float, Row]]:
+    """(microseconds at M, N, K, position, distance, row) of each config, the fastest expected first.
+
+    near: (distance, tiles) of recorded shapes, the closest first; a config counts where it is met first.
     """
+    floor = FULL_RATE * elements(m, n, k) / rate if rate else 0.0
+    outputs = m * n
+    seen: set[Any] = set()
+    found = []
+    for distance, tiles in near:
+        doubt = 1 + DOUBT * distance
+        for name, block_m, block_n, block_k, split, moving, row in tiles:
+            if name in seen:
+                continue
+            seen.add(name)
+            items = -(-m // block_m) * -(-n // block_n) * split
+            us = moving * -(-items // sm_count) * max(-(-k // block_k) / split, 1.0)
+            us = (us if us > floor else floor) + LAUNCH_US
+            if split > 1:
+                us += SPLIT_US + split * outputs * SPLIT_US_PER_OUTPUT
+            found.append((us * doubt, len(found), distance, row))
+    found.sort()
+    return found
 
-    __slots__ = ("block_k", "block_m", "block_n", "moving", "name", "row", "split")
 
-    def __init__(self, row: Row, tile: tuple[int, int, int, int], shape: tuple[int, int, int], sm_count: int) -> None:
-        self.row, self.name = row, frozenset(row.config.items())
-        self.block_m, self.block_n, self.block_k, self.split = tile
-        self.moving = 0.0
-        fixed = self.expected_us(*shape, sm_count)
-        self.moving = 1.0
-        self.moving = max(row.us - fixed, row.us / 4) / max(self.expected_us(*shape, sm_count) - fixed, 1.0)
-
-    @classmethod
-    def of(cls, row: Row, sm_count: int) -> "Scaled | None":
-        key, config = row.key, row.config
-        block_m, block_n = _count(config.get("BLOCK_M")), _count(config.get("BLOCK_N"))
-        block_k, split = _count(config.get("BLOCK_K", 1)), _count(config.get("SPLIT_K", 1))
-        m, n, k = _count(key.get("M")), _count(key.get("N")), _count(key.get("K"))
-        if not (block_m and block_n and block_k and split and m and n and k and sm_count > 0 and row.us > 0):
-            return None
-        if any(name in key for name in _OTHER):
-            return None
-        return cls(row, (block_m, block_n, block_k, split), (m, n, k), sm_count)
-
-    def expected_us(self, m: int, n: int, k: int, sm_count: int) -> float:
-        """Expected microseconds at M, N, K on so many multiprocessors."""
-        split = self.split
-        tiles = -(-m // self.block_m) * -(-n // self.block_n) * split
-        us = LAUNCH_US + self.moving * -(-tiles // sm_count) * max(-(-k // self.block_k) / split, 1.0)
-        return us + split * m * n * SPLIT_US_PER_OUTPUT if split > 1 else us
+def _work(one: Tile, m: int, n: int, k: int, sm_count: int) -> float:
+    """Waves times steps."""
+    items = -(-m // one.block_m) * -(-n // one.block_n) * one.split
+    return -(-items // sm_count) * max(-(-k // one.block_k) / one.split, 1.0)
 
 
 def _count(value: Any) -> int:

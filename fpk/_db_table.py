@@ -24,7 +24,7 @@ MEASURED = ("us", "default_us", "noise_percent", "shared_bytes", "case", "run")
 
 @dataclass(frozen=True)
 class Row:
-    """A measured winner. Times in microseconds; `case` rebuilds the arguments it was timed with (`parse_case`)."""
+    """A measured config. Times in microseconds; `case` rebuilds the arguments it was timed with (`parse_case`)."""
 
     key: dict[str, int | str]
     rank: int

@@ -175,17 +175,37 @@ def test_products_answer_by_work_and_not_by_distance_alone():
 
 
 def test_expected_times_of_products():
-    table = db.Table([product_row(512, 4224, 4096, 20.0)], 132)
+    table = db.Table([product_row(512, 4224, 4096, 21.0)], 132)
 
     def us(m, n, k, sm_count=132):
         ((expected, distance, _),) = table.scaled(dict(M=m, N=n, K=k, dtype="x"), sm_count)
-        return expected / (1 + 0.02 * distance)
+        return expected / (1 + 0.08 * distance)
 
-    assert us(512, 4224, 4096) == pytest.approx(20.0)
-    assert us(512, 4224, 8192) == pytest.approx(2 + 18 * 2), "twice the steps, one launch"
-    assert us(512, 4352, 4096) == pytest.approx(2 + 18 * 2), "a tile more than fits: two waves"
-    assert us(512, 4224, 4096, 66) == pytest.approx(2 + 18 * 2), "half the multiprocessors"
+    assert us(512, 4224, 4096) == pytest.approx(21.0)
+    assert us(512, 4224, 8192) == pytest.approx(3 + 18 * 2), "twice the steps, one launch"
+    assert us(512, 4352, 4096) == pytest.approx(3 + 18 * 2), "a tile more than fits: two waves"
+    assert us(512, 4224, 4096, 66) == pytest.approx(3 + 18 * 2), "half the multiprocessors"
     assert table.scaled(dict(M=64, N=4224 * 8, K=4096 * 64, dtype="x"), 132) == [], "too far to be told"
+
+
+def test_no_product_is_expected_to_move_more_than_the_fastest():
+    """One wave of few steps would take no time at all; its operands still have to be read."""
+    narrow = product_row(16, 4096, 32768, 33.0, BLOCK_M=16, BLOCK_N=64)
+    table = db.Table([narrow], 132)
+    ((expected, distance, _),) = table.scaled(dict(M=16, N=8192, K=32768, dtype="x"), 132)
+    rate = (16 * 32768 + 4096 * 32768 + 2 * 16 * 4096) / 30.0
+    assert expected / (1 + 0.08 * distance) == pytest.approx(
+        3 + 0.9 * (16 * 32768 + 8192 * 32768 + 2 * 16 * 8192) / rate
+    )
+
+
+def test_slower_tiles_answer_neighbours_and_not_their_own_key():
+    best, other = product_row(512, 4224, 4096, 20.0), product_row(512, 4224, 4096, 25.0, rank=2, BLOCK_N=64)
+    tables = db.Tables(source(best, dataclasses.replace(other, default_us=22.0)))
+    assert [a.row.rank for a in ask(tables, 512, 4224, 4096)] == [1]
+    assert [a.row.rank for a in ask(tables, 512, 4352, 4096)] == [2, 1], (
+        "two waves of wide tiles, or two of narrow ones"
+    )
 
 
 @pytest.mark.parametrize("field", [dict(BLOCK_M=0), dict(BLOCK_N="wide"), dict(BLOCK_K=-1), dict(SPLIT_K=0.5)])

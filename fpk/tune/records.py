@@ -1,9 +1,10 @@
 """From trials to winners: which rows deserve to be stored, and the run they belong to."""
 
+import dataclasses
 import datetime
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from fpk.tune.lint import kernel_hash
 from fpk.tune.trials import Trial, TrialStore
 
 RANKS = 5
+TILES = 8  # rows of a product's key
+WITHIN = 1.6  # of the winner's time: what is slower says nothing about neighbours
 LEAST_GAIN_PERCENT = 1.0
 
 
@@ -60,11 +63,14 @@ def _nvml_facts() -> dict[str, Any]:
     return facts
 
 
-def winners(finals: Iterable[Trial], default: str, ranks: int = RANKS) -> list[db.Row]:
+def winners(finals: Iterable[Trial], default: str, screened: Iterable[Trial] = (), ranks: int = RANKS) -> list[db.Row]:
     """Rows of one key from its final trials: what beat the default by more than the noise, fastest first.
 
-    If nothing did, one row of rank 0 says so with the default's own config and time; if the default itself has no
+    If nothing did, a row of rank 0 says so with the default's own config and time; if the default itself has no
     time, there is nothing to compare with and no row.
+
+    A product's further rows are for its neighbours (`fpk._db_scale`): the fastest config of each other tile, from rank
+    2 on. Their times are those of screening, times what the winner's final took over its screening.
     """
     ok = [t for t in finals if t.status == "ok" and t.us is not None]
     standing = next((t for t in ok if t.config == default), None)
@@ -78,8 +84,47 @@ def winners(finals: Iterable[Trial], default: str, ranks: int = RANKS) -> list[d
             faster.append((trial, noise))
     faster.sort(key=lambda item: (db.round_us(item[0].us or 0.0), item[0].shared_bytes or 0, item[0].config))
     if not faster:
-        return [_row(standing, 0, standing.us, standing.noise_percent or 0.0)]
-    return [_row(trial, rank, standing.us, noise) for rank, (trial, noise) in enumerate(faster[:ranks], 1)]
+        faster = [(standing, standing.noise_percent or 0.0)]
+    best, noise = faster[0]
+    first = _row(best, 0 if best is standing else 1, standing.us, noise)
+    if tile_of(first.config) is None:
+        return [first, *(_row(t, rank, standing.us, n) for rank, (t, n) in enumerate(faster[1:ranks], 2))]
+    return [first, *_other_tiles(first, best, screened)]
+
+
+def tile_of(config: db.Config) -> tuple[Any, ...] | None:
+    """What decides how a product's config divides the work: configs that agree in it scale alike. None: no product."""
+    if "BLOCK_M" not in config or "BLOCK_N" not in config:
+        return None
+    return tuple(config.get(name) for name in ("kernel", "BLOCK_M", "BLOCK_N", "SPLIT_K"))
+
+
+def _other_tiles(first: db.Row, best: Trial, screened: Iterable[Trial]) -> list[db.Row]:
+    ok = {t.config: t for t in screened if t.status == "ok" and t.us and t.key == best.key}
+    if best.config not in ok or not best.us:
+        return []
+    scale = best.us / (ok[best.config].us or best.us)
+    ordered = sorted(ok.values(), key=lambda t: (t.config != best.config, t.us or 0.0, t.shared_bytes or 0, t.config))
+    rows = []
+    for text, us in distinct_tiles([(t.config, (t.us or 0.0) * scale) for t in ordered])[1:]:
+        row = _row(ok[text], len(rows) + 2, first.default_us, ok[text].noise_percent or 0.0)
+        rows.append(dataclasses.replace(row, us=max(db.round_us(us), first.us)))
+    return rows
+
+
+def distinct_tiles(ordered: Sequence[tuple[str, float]], more: int = 0) -> list[tuple[str, float]]:
+    """The first of each tile among (config as JSON, microseconds) in falling merit; if no product, the first `more`."""
+    seen, chosen = set(), []
+    for text, us in ordered:
+        tile = tile_of(json.loads(text))
+        if tile is None:
+            return list(ordered[:more])
+        if us > WITHIN * ordered[0][1] or len(chosen) == TILES:
+            break
+        if tile not in seen:
+            seen.add(tile)
+            chosen.append((text, us))
+    return chosen
 
 
 def _row(trial: Trial, rank: int, default_us: float, noise: float) -> db.Row:
@@ -90,26 +135,35 @@ def _row(trial: Trial, rank: int, default_us: float, noise: float) -> db.Row:
     )  # fmt: skip
 
 
-def rows_of_store(store: TrialStore) -> dict[tuple[str, str], list[db.Row]]:
+def rows_of(trials: Iterable[Trial]) -> dict[tuple[str, str], list[db.Row]]:
     """Winner rows by (gpu, op) of every key that has final trials; of several runs of a key, the latest."""
     groups: dict[tuple[str, str, str], dict[str, list[Trial]]] = defaultdict(lambda: defaultdict(list))
-    for trial in store.trials(stage="final"):
-        groups[trial.gpu, trial.op, trial.key][trial.run].append(trial)
+    screened: dict[tuple[str, str, str, str], list[Trial]] = defaultdict(list)
+    for trial in trials:
+        if trial.stage == "final":
+            groups[trial.gpu, trial.op, trial.key][trial.run].append(trial)
+        elif trial.stage == "screen":
+            screened[trial.gpu, trial.op, trial.key, trial.run].append(trial)
     rows: dict[tuple[str, str], list[db.Row]] = defaultdict(list)
-    for (gpu, op, _), by_run in sorted(groups.items()):
+    for (gpu, op, key), by_run in sorted(groups.items()):
         latest = max(by_run.values(), key=lambda trials: (max(t.created for t in trials), trials[0].run))
         # the executor times the default first; a marker in `detail` keeps that through merges of stores
         default = next((t.config for t in latest if t.detail == "default"), "")
-        rows[gpu, op] += winners(latest, default)
+        rows[gpu, op] += winners(latest, default, screened[gpu, op, key, latest[0].run])
     return rows
 
 
 def texts_of_store(store: TrialStore) -> dict[str, str]:
     """Files of a database directory: "<gpu>/<op>.csv" and "<gpu>/runs.csv"."""
+    return texts_of(store.trials(), store.runs())
+
+
+def texts_of(trials: Iterable[Trial], about: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The same from trials that were read and the fields of their runs."""
     texts = {}
     runs: dict[str, list[db.Run]] = defaultdict(list)
-    known = {run: db.Run(**fields) for run, fields in store.runs().items()}
-    for (gpu, op), rows in rows_of_store(store).items():
+    known = {run: db.Run(**fields) for run, fields in about.items()}
+    for (gpu, op), rows in rows_of(trials).items():
         if rows:
             texts[f"{gpu}/{op}.csv"] = db.dump_table(rows)
             runs[gpu] += [known[run] for run in sorted({row.run for row in rows})]

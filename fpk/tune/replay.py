@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fpk import db
+from fpk.tune.records import distinct_tiles
 from fpk.tune.search import Prior, Search
 from fpk.tune.trials import Trial, canonical
 
@@ -122,15 +123,24 @@ def warm_seeds(times: Times, key: str, per_shape: int = 4) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _table(times: Times, ranks: int, sm_count: int = 0) -> db.Table:
-    rows = []
-    for key, by_config in times.items():
-        for rank, (text, us) in enumerate(sorted(by_config.items(), key=lambda item: (item[1], item[0]))[:ranks], 1):
-            rows.append(db.Row(json.loads(key), rank, json.loads(text), us, 0.0, 0.0, 0, "", ""))
-    return db.Table(rows, sm_count)
+def _table(times: Times, ranks: int) -> db.Table:
+    return db.Table([row for key, found in _ordered(times) for row in _rows(key, found[:ranks])])
 
 
-def lookup_regret(times: Times, hide: str, ranks: int = 4, sm_count: int = 132) -> list[Regret]:
+def _shipped(times: Times, sm_count: int) -> db.Table:
+    """As tables hold them: the fastest config of each key, and of a product each other tile's fastest."""
+    return db.Table([row for key, found in _ordered(times) for row in _rows(key, distinct_tiles(found, 1))], sm_count)
+
+
+def _ordered(times: Times) -> list[tuple[str, list[tuple[str, float]]]]:
+    return [(key, sorted(found.items(), key=lambda item: (item[1], item[0]))) for key, found in times.items()]
+
+
+def _rows(key: str, found: Sequence[tuple[str, float]]) -> list[db.Row]:
+    return [db.Row(json.loads(key), n, json.loads(c), us, 0.0, 0.0, 0, "", "") for n, (c, us) in enumerate(found, 1)]
+
+
+def lookup_regret(times: Times, hide: str, sm_count: int = 132) -> list[Regret]:
     """Regret of the look-up's answer from other shapes when a shape's own rows are hidden.
 
     hide: "layer" hides every M of the shape's (N, K, ...); "M" hides only the key itself, so its layer remains.
@@ -146,8 +156,8 @@ def lookup_regret(times: Times, hide: str, ranks: int = 4, sm_count: int = 132) 
             if k != key and (hide == "M" or {n: v for n, v in json.loads(k).items() if n != "M"} != rest)
         }
         best = min(by_config.values())
-        table = _table(known, ranks, sm_count)
-        rows = [row for _, _, row in table.scaled(shape, sm_count)]
+        table = _shipped(known, sm_count)
+        rows = [row for _, _, row in table.scaled(shape, sm_count, len(by_config))]
         rows = rows or [row for _, block in table.nearest(shape) for row in block]
         offered = [text for row in rows if (text := canonical(row.config)) in by_config]
         if offered:
