@@ -141,7 +141,8 @@ def configs(q: Tensor, key_cache: Tensor, key_scales: Tensor | None, **_: Any):
     deep = 3 if of(q.device).vendor == "amd" else 5
     if key_scales is not None:  # which take registers
         yield Config(BLOCK_M=max(least, 64), BLOCK_N=32, num_warps=8, num_stages=3)
-    for rows, n, stages, warps in ((64, 64, deep, 4), (64, 64, 2, 4), (64, 32, 2, 4), (16, 16, 1, 4)):  # ever smaller
+    some = 8 if of(q.device).arch in ("sm120", "sm121", "gfx950") else 4  # four would spill there
+    for rows, n, stages, warps in ((64, 64, deep, some), (64, 64, 2, some), (64, 32, 2, 4), (16, 16, 1, 4)):  # smaller
         yield Config(BLOCK_M=max(least, rows), BLOCK_N=n, num_warps=warps, num_stages=stages)
     for rows, n, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (2, 4, 8), (2, 3, deep)):
         yield Config(BLOCK_M=max(least, rows), BLOCK_N=n, num_warps=warps, num_stages=stages)
