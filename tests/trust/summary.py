@@ -64,10 +64,15 @@ def mutants() -> str:
     return table(("kernels of", "mutants", "killed", "alive", "share", "equivalent", "cannot run"), rows)
 
 
+def short(text: str) -> str:
+    """Both ends of it: what changes is often at the right."""
+    return text if len(text) <= 70 else f"{text[:32]} … {text[-32:]}"
+
+
 def survivors() -> str:
     """Those that live, and those that cannot be told from the kernel, with reasons."""
     rows = [
-        [f"`{r['module'].removeprefix('fpk.kernels.')}.{r['function']}`", f"`{r['old']}` → `{r['new']}`"[:160],
+        [f"`{r['module'].removeprefix('fpk.kernels.')}.{r['function']}`", f"`{short(r['old'])}` → `{short(r['new'])}`",
          r["verdict"], r["reason"]]
         for r in read(RESULTS / "mutants.csv") if r["verdict"] in ("survived", "open", "equivalent")
     ]  # fmt: skip
