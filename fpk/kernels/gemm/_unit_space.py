@@ -48,7 +48,7 @@ def unit_warps_configs(M: int, N: int, six: bool, fp8: bool, sms: int) -> Iterat
         narrow, wide = (cdiv(cdiv(M, m) * cdiv(N, 2 * ROWS), sms) * m for m in (128, 256))
         if wide <= 1.12 * narrow:
             yield _warps(256, 2, 1, 2 if six else 3, 0)
-    yield _warps(128, 2, 2, 3 if fp8 else 2, 0)
+    yield _warps(128, 2, 2, 3, 1) if fp8 else _warps(128, 2, 2, 2, 0)
 
 
 def unit_warps_space(M: int) -> Iterator[Config]:
