@@ -18,7 +18,6 @@ from fpk.device import of
 from fpk.parallel.watch import Watch
 
 TIMEOUT_S = 20.0
-SMALL_BYTES = 1 << 20  # below, one call is quicker than two
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -138,25 +137,11 @@ class Group:
         if out is None:
             out = torch.empty((sum(receive), *x.shape[1:]), dtype=x.dtype, device=x.device)
         raw, raw_out = _bytes(x), _bytes(out)
-        apart = x.device.type == "cuda" and raw.numel() * raw.element_size() > SMALL_BYTES
         self._run(
             "all_to_all",
-            lambda: (
-                self._past_own(raw, raw_out, send, receive)
-                if apart
-                else dist.all_to_all_single(raw_out, raw, list(receive), list(send), group=self.process_group)
-            ),
+            lambda: dist.all_to_all_single(raw_out, raw, list(receive), list(send), group=self.process_group),
         )
         return out
-
-    def _past_own(self, x: Tensor, out: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
-        """all_to_all in which the rows of the rank to itself are copied beside it, not sent through NCCL's channels."""
-        theirs, mine = list(out.split(list(receive))), list(x.split(list(send)))
-        own, own_out = mine[self.rank], theirs[self.rank]
-        mine[self.rank], theirs[self.rank] = x[:0], out[:0]
-        work = dist.all_to_all(theirs, mine, group=self.process_group, async_op=True)
-        own_out.copy_(own)
-        work.wait()
 
     def barrier(self) -> None:
         """Wait for all ranks."""

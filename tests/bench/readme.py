@@ -40,7 +40,7 @@ def ops() -> str:
     from fpk.op import OPS
 
     shown = {name: "timed below" for name in PRODUCT_OPS} | {r["op"]: "timed below" for r in rows_of("quantizers")}
-    shown |= {r["op"]: "timed below" for r in rows_of("packed")}
+    shown |= {r["op"]: "timed below" for name in ("packed", "attention") for r in rows_of(name)}
     for r in rows_of("moe"):
         grouped = "_group" if "block" in r["scheme"] else ""
         name = STAGES.get(r["stage"], "").format(grouped)
@@ -184,9 +184,39 @@ def parallel(folder: str = "") -> str:
     return table(["layer", "weights:activations", *columns], rows)
 
 
+def scaling() -> str:
+    """An exchange a row: tokens a second against one GPU, and the parts of a call as shares of it."""
+    rows = []
+    for r in rows_of("ep"):
+        if r["part"].startswith("layer") or r["exchange"] == "one GPU":
+            rate = int(r["tokens"]) * (int(r["ranks"]) if r["payload"] else 1) / float(r["us"])
+            how = f"`{r['exchange']}`, rows in `{r['payload']}`" if r["payload"] else r["exchange"]
+            how += ", CUDA graph" if "graph" in r["part"] else ""
+            rows.append([how, r["us"], f"{rate:.2f}", f"{float(r['speedup']):.2f}", "-", ""])
+        else:
+            rows[-1][5] += f"{', ' if rows[-1][5] else ''}{r['part']} {100 * float(r['share']):.0f} %"
+            if r["part"] == "experts":
+                rows[-1][4] = f"{100 * (1 - float(r['share'])):.0f} %"
+    header = ["exchange", "us", "tokens/us", "x one GPU", "communication", "parts by themselves, of the call"]
+    return table(header, rows)
+
+
+def attention() -> str:
+    """Decoding by its share of what can be read; prefill and writes beside others."""
+    rows = [
+        [f"`{r['op']}`", r["model"], r["cache"], r["size"], r["us"], r["tb_per_s"], r["share"] or "-",
+         r["tflops"] or "-", r["other"] or "-", r["other_us"] or "-", r["ratio"] or "-"]
+        for r in rows_of("attention") if r["op"] != "read"
+    ]  # fmt: skip
+    header = ["op", "heads of", "cache", "sequences x tokens", "us", "TB/s", "of the read ceiling", "TFLOP/s", "beside",
+              "us", "ratio"]  # fmt: skip
+    return table(header, rows)
+
+
 PARTS = {
     "ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study,
-    "caches": caches, "parallel": parallel, "experts": experts, "methods": methods,
+    "caches": caches, "parallel": parallel, "parallel_gpu": lambda: parallel(RESULTS.name), "scaling": scaling,
+    "attention": attention, "experts": experts, "methods": methods,
     "packed": lambda: packed("packed"), "packed_support": lambda: packed("packed_support"),
 }  # fmt: skip
 
