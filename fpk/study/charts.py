@@ -142,7 +142,9 @@ def speedups(frame: pd.DataFrame, over: str = "torch", most: int = 40) -> "Figur
     ax.set_xscale("log")
     ax.margins(x=0.12)
     ax.xaxis.set_major_formatter(_plain)
-    ax.xaxis.set_minor_formatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else "")
+    low, high = ax.get_xlim()
+    told = "25" if high > 4 * low else "123456789"  # or a narrow axis has no number but its 1
+    ax.xaxis.set_minor_formatter(lambda v, _: f"{v:.3g}" if f"{v:e}"[0] in told else "")
     tidy(ax, f"time of {over} / time of fpk (right of 1: fpk is faster)", grid="x")
     ax.tick_params(axis="x", which="both", labelsize=8)
     ax.tick_params(axis="y", length=0, labelsize=7)
