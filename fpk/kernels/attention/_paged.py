@@ -42,31 +42,7 @@ def attention_reference(
         p = decode(encode(p / p_scale, fmt), fmt)
     total = p.sum(-1, keepdim=True)
     out = torch.einsum("bhgn,bnhd->bhgd", p, v) / torch.where(total == 0, 1.0, total)
-    return out.reshape(B, heads, DV).to(result_type(q, out_dtype))
-
-
-def prefill_reference(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_starts: Tensor,
-    softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
-    p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """The last query_starts[b + 1] - query_starts[b] tokens of every sequence: each is a sequence up to itself."""
-    if block_table.shape[0] == 0:
-        return q.new_zeros((*q.shape[:2], value_cache.shape[3]), dtype=result_type(q, out_dtype))
-    row = torch.arange(q.shape[0], device=q.device)
-    b = (query_starts[1:] <= row[:, None]).sum(1)  # sequences that end before
-    within = b < block_table.shape[0]
-    b = torch.where(within, b, 0)
-    seen = torch.minimum(seq_lens[b] - (query_starts[b + 1] - row) + 1, seq_lens[b])
-    return attention_reference(
-        q, key_cache, value_cache, block_table[b], torch.where(within, seen, 0), softmax_scale, k_scale, v_scale,
-        key_scales, value_scales, q_scale, p_scale, out_dtype,
-    )  # fmt: skip
-
-
-def result_type(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    return out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16)
+    return out.reshape(B, heads, DV).to(out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16))
 
 
 def _gather(cache: Tensor, table: Tensor, present: Tensor, scale: Tensor | None, stored: Tensor | None) -> Tensor:

@@ -25,13 +25,33 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E4M3FN, FP8
 from fpk.kernels._tile import after_previous, early_start, fp8_constants
-from fpk.kernels.attention import _paged
-from fpk.kernels.attention._paged import check_attention, check_scales, check_table, scale_strides
+from fpk.kernels.attention._paged import (
+    attention_reference,
+    check_attention,
+    check_scales,
+    check_table,
+    decode_cost,
+    decode_inputs,
+    decode_tolerance,
+    scale_strides,
+)
 from fpk.kernels.attention._step import attend
 from fpk.kernels.attention._tiles import code_constants, decode_tile, has_pairs, power_below
 from fpk.op import Kernel, op
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def reference(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
+    p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    return attention_reference(
+        q, key_cache, value_cache, block_table, seq_lens, softmax_scale, k_scale, v_scale, key_scales, value_scales,
+        q_scale, p_scale, out_dtype,
+    )  # fmt: skip
 
 
 def check(
@@ -227,7 +247,7 @@ def key_of(
 
 
 @op(
-    reference=_paged.attention_reference, check=check, inputs=_paged.decode_inputs, tol=_paged.decode_tolerance,
+    reference=reference, check=check, inputs=decode_inputs, tol=decode_tolerance,
     domain=dict(
         M=(0, 1, 2, 3, 5), H=(1, 2), group=(1, 3, 8, 20), D=(16, 33, 64, 80, 128), dv=(None, 24), page=(1, 3, 16),
         tokens=(1, 17, 130, 600), dtype=(*FP8, torch.int8, None), q_dtype=tuple(_TYPES),
@@ -236,7 +256,7 @@ def key_of(
         kind=("normal", "zeros", "zero_rows"), layout=("contiguous", "rows", "offset", "heads_first"),
     ),
     kernels=dict(split=Kernel(_split_kernel, matrix=True)),
-    configs=configs, legal=legal, key=key_of, cost=_paged.decode_cost, launcher_fields=("SPLITS",),
+    configs=configs, legal=legal, key=key_of, cost=decode_cost, launcher_fields=("SPLITS",),
     cases={
         f"{model}/{name}/M={m}/tokens={tokens}": dict(
             M=m, H=kv, group=group, D=size, tokens=tokens, granularity=granularity, dtype=dtype
@@ -283,7 +303,7 @@ def attention_decode(
     """
     B, heads, D = q.shape
     _, page, H, DV = value_cache.shape
-    dtype = _paged.result_type(q, out_dtype)
+    dtype = out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16)
     out = torch.empty((B, heads, DV), dtype=dtype, device=q.device)
     if B == 0:
         return out

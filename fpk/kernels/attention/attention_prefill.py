@@ -23,13 +23,44 @@ from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E4M3FN, FP8
 from fpk.kernels._tile import after_previous, early_start, fp8_constants
-from fpk.kernels.attention import _paged
-from fpk.kernels.attention._paged import check_attention, check_scales, check_table, scale_strides
+from fpk.kernels.attention._paged import (
+    attention_reference,
+    check_attention,
+    check_scales,
+    check_table,
+    decode_tolerance,
+    prefill_cost,
+    prefill_inputs,
+    scale_strides,
+)
 from fpk.kernels.attention._step import attend
 from fpk.kernels.attention._tiles import code_constants, decode_tile, power_below
 from fpk.op import Kernel, op
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def reference(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_starts: Tensor,
+    softmax_scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, q_scale: Tensor | None = None,
+    p_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The last query_starts[b + 1] - query_starts[b] tokens of every sequence: each is a sequence up to itself."""
+    if block_table.shape[0] == 0:
+        return q.new_zeros(
+            (*q.shape[:2], value_cache.shape[3]),
+            dtype=out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16),
+        )
+    row = torch.arange(q.shape[0], device=q.device)
+    b = (query_starts[1:] <= row[:, None]).sum(1)  # sequences that end before
+    within = b < block_table.shape[0]
+    b = torch.where(within, b, 0)
+    seen = torch.minimum(seq_lens[b] - (query_starts[b + 1] - row) + 1, seq_lens[b])
+    return attention_reference(
+        q, key_cache, value_cache, block_table[b], torch.where(within, seen, 0), softmax_scale, k_scale, v_scale,
+        key_scales, value_scales, q_scale, p_scale, out_dtype,
+    )  # fmt: skip
 
 
 def check(
@@ -171,7 +202,7 @@ def key_of(
 
 
 @op(
-    reference=_paged.prefill_reference, check=check, inputs=_paged.prefill_inputs, tol=_paged.decode_tolerance,
+    reference=reference, check=check, inputs=prefill_inputs, tol=decode_tolerance,
     domain=dict(
         B=(0, 1, 2, 3, 5), T=(0, 1, 7, 40, 90), H=(1, 2), group=(1, 3, 8, 20), D=(16, 33, 64, 80, 128), dv=(None, 24),
         page=(1, 3, 16), tokens=(1, 17, 130, 300), dtype=(*FP8, torch.int8, None), q_dtype=tuple(_TYPES),
@@ -180,7 +211,7 @@ def key_of(
         layout=("contiguous", "rows", "offset", "heads_first"),
     ),
     kernels=dict(tiles=Kernel(_prefill_kernel, matrix=True)),
-    configs=configs, legal=legal, key=key_of, cost=_paged.prefill_cost,
+    configs=configs, legal=legal, key=key_of, cost=prefill_cost,
     cases={
         f"{model}/{name}/T={rows}/sequences={sequences}": dict(
             B=sequences, T=rows, H=kv, group=group, D=size, tokens=tokens, granularity=granularity, dtype=dtype
@@ -218,7 +249,9 @@ def attention_prefill(
     """
     T, heads, D = q.shape
     B, (_, page, H, DV) = len(seq_lens), value_cache.shape
-    out = torch.empty((T, heads, DV), dtype=_paged.result_type(q, out_dtype), device=q.device)
+    out = torch.empty(
+        (T, heads, DV), dtype=out_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16), device=q.device
+    )
     if T == 0:
         return out
     constants = code_constants(key_cache, of(q.device))
