@@ -230,7 +230,7 @@ FEW = [("plain", "none", 4), ("fp8_channel", "fp8_token", 6), ("fp8_block128", "
 def test_few_tokens_are_not_sorted(weight, act, count, launches, device, monkeypatch):
     """A wide layer of one token: route, up, down, a sum, and quantizers; the same result as by all the steps."""
     generator = torch.Generator().manual_seed(3)
-    shapes = dict(w13=(8, 256, 512), w2=(8, 512, 128))
+    shapes = dict(w13=(8, 1024, 512), w2=(8, 512, 512))
     given = {n: torch.randn(s, generator=generator).bfloat16() / 8 for n, s in shapes.items()}
     given = {n: w.to(device) if weight == "plain" else stored(w, weight) for n, w in given.items()}
     x, logits = randn(1, 512).to(device), randn(1, 8).to(device)
@@ -244,7 +244,7 @@ def test_few_tokens_are_not_sorted(weight, act, count, launches, device, monkeyp
 
 
 def test_no_few_tokens_where_the_batch_must_not_matter(launches, device):
-    given = {n: randn(*s).to(device) / 8 for n, s in dict(w13=(8, 256, 512), w2=(8, 512, 128)).items()}
+    given = {n: randn(*s).to(device) / 8 for n, s in dict(w13=(8, 1024, 512), w2=(8, 512, 512)).items()}
     start = launches()
     with fpk.batch_invariant():
         fpk.moe(randn(1, 512).to(device), randn(1, 8).to(device), **given)

@@ -25,7 +25,6 @@ from turns import time_in_turns
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk._moe import moe
-from fpk._shuffled import Shuffled, shuffle
 from fpk.api import Quantized
 from fpk.check import rel_error
 from fpk.op import OPS
@@ -74,7 +73,7 @@ def random_weights(E: int, N: int, K: int, scheme: str) -> Any:
     if scheme == "mxfp4":
         codes = torch.randint(0, 256, (E, N, K // 2), device="cuda", dtype=torch.uint8)
         scale = torch.randint(118, 124, (E, N, K // 32), device="cuda", dtype=torch.uint8)
-        return shuffle(Quantized(codes, scale, scheme, check=False))
+        return Quantized(codes, scale, scheme, check=False)
     made = []
     for first in range(0, E, 16):
         w = torch.randn((min(16, E - first), N, K), device="cuda", dtype=torch.bfloat16)
@@ -139,9 +138,9 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
 
     def product(weight: Any, a: Any, i: int) -> Any:
         offs = ordered[i][2]
-        if isinstance(weight, Shuffled):
+        if case.scheme == "mxfp4":
             a = a[0] if isinstance(a, tuple) else a
-            return OPS["grouped_mm_shuffled"](a, weight.packed, weight.row_scale, offs)
+            return OPS["grouped_mm_packed"](a, weight.codes, weight.scale, offs, format_b="mxfp4")
         if case.act == "none":
             return OPS["grouped_mm"](a[0] if isinstance(a, tuple) else a, weight, offs)
         name = "grouped_scaled_mm_group" if "group" in case.act else "grouped_scaled_mm"
@@ -162,7 +161,7 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
     out = torch.randn((R, H), device="cuda", dtype=torch.bfloat16)
     made["unpermute"] = (lambda i: OPS["moe_unpermute"](out, ordered[i][1], routed[i][0]), 2 * (R + T) * H, 0)
     if case.act != "none":
-        made |= shortcuts(case, tokens, routed, ordered, rows, second)
+        made |= shortcuts(case, tokens, routed, second)
     weights = int(held * 3 * I * H * stored)
     made["layer"] = (
         lambda i: moe(
@@ -173,13 +172,13 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
     return made
 
 
-def shortcuts(case: Case, tokens: Any, routed: Any, ordered: Any, rows: Any, second: Any) -> dict[str, Any]:
-    """Stages that take the place of several: of few tokens, and of many rows of FP8 blocks."""
-    (E, top_k, H, I) = case.sizes
+def shortcuts(case: Case, tokens: Any, routed: Any, second: Any) -> dict[str, Any]:
+    """Stages that take the place of several for few tokens."""
+    top_k, H, I = case.sizes[1:]
     R, block = case.T * top_k, "group" in case.act
     scaling = dict(group=128 if block else -1, block_rows=128 if block else 1)
     made: dict[str, tuple[Callable[[int], Any], int, int]] = {}
-    if case.scheme.startswith("fp8") and (case.T == 1 or 2 * R <= E) and R <= 32:
+    if case.scheme.startswith("fp8") and case.T == 1:
 
         def up(i: int) -> Any:
             (codes, scale), ids = tokens[i], routed[i][1]
@@ -191,13 +190,6 @@ def shortcuts(case: Case, tokens: Any, routed: Any, ordered: Any, rows: Any, sec
 
         made["up"] = (up, R * 2 * I * H, 4 * R * I * H)
         made["down"] = (down, R * I * H, 2 * R * I * H)
-    if block and R >= 48 * E:
-        made["w13 + activation"] = (
-            lambda i: OPS["grouped_up_quantize_fp8_group"](
-                rows[i][0], case.w13.codes, rows[i][1], case.w13.scale, ordered[i][2]
-            ),
-            E * 2 * I * H + R * (H + I), 4 * R * I * H,
-        )  # fmt: skip
     return made
 
 
@@ -211,8 +203,6 @@ def layer_error(case: Case) -> float:
     local[used.long()] = torch.arange(len(used), device="cuda", dtype=torch.int32)
 
     def kept(weight: Any) -> Any:
-        if isinstance(weight, Shuffled):
-            weight = Quantized(**weight.parts(), check=False)
         if not isinstance(weight, Quantized):
             return weight[used.long()].float()
         codes = weight.codes.view(torch.uint8)[used.long()].view(weight.codes.dtype)
