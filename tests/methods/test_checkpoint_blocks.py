@@ -164,12 +164,21 @@ def test_experts(fixture):
     assert rel_error(out, want) < 0.008
 
 
-def test_unquantized_experts_beside_quantized_layers():
-    model = model_of("qm_nvfp4")
-    report = fpk.load_quantized(model, FIXTURES / "qm_nvfp4")
-    assert set(report.layers.values()) == {"nvfp4:nvfp4_static"} and len(report.layers) == 4
+@pytest.mark.parametrize("fixture, scheme, error", (
+    ("qm_nvfp4", "nvfp4:nvfp4_static", 0.11), ("qm_fp8", "fp8_tensor:fp8_tensor_static", 0.0305),
+    ("qm_mxfp4", "mxfp4:mxfp4", 0.13),
+))  # fmt: skip
+def test_unquantized_experts_beside_quantized_layers(fixture, scheme, error):
+    model = model_of(fixture)
+    report = fpk.load_quantized(model, FIXTURES / fixture)
+    assert set(report.layers.values()) == {scheme} and len(report.layers) == 4
     name = "model.layers.0.mlp.experts.down_proj"
-    assert torch.equal(model.get_parameter(name), values("qm_nvfp4")[name])
+    assert torch.equal(model.get_parameter(name), values(fixture)[name])
+    source = values("mixtral")
+    for layer in report.layers:
+        assert rel_error(model.get_submodule(layer).dequantize(), source[f"{layer}.weight"]) < error
+    with torch.no_grad():
+        assert model(IDS).logits.isfinite().all()
 
 
 def test_unquantized_experts_that_stand_one_by_one(tmp_path):
