@@ -40,3 +40,13 @@ def test_the_recorded_table_is_whole():
     assert [r["method"] for r in rows] == [c.method for c in CASES]
     wrong = [r for r in rows if not r["scheme"] or any(r[c] != "yes" for c in method_table.COLUMNS[2:])]
     assert not wrong
+
+
+def test_the_recorded_costs_of_methods():
+    """Beside the bare layer: the same bits, at most 3 % more; while experts load: no more than one layer besides."""
+    rows = list(csv.DictReader((RECORDED.parent / "moe-method.csv").open(newline="")))
+    assert {int(r["T"]) for r in rows} == {1, 16, 64, 256, 1024, 4096}
+    assert all(r["bit_equal"] == "yes" and float(r["eager_pct"]) <= 3 and float(r["graph_pct"]) <= 3 for r in rows)
+    rows = list(csv.DictReader((RECORDED.parent / "loading.csv").open(newline="")))
+    assert {r["method"] for r in rows} == {m for m in method_table.EXPERTS if m.endswith("OnlineMoEMethod")}
+    assert all(float(r["over"]) <= 1 for r in rows)
