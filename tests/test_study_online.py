@@ -1,5 +1,8 @@
 """A model through every online method: what is replaced, and how far its outputs move."""
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -53,3 +56,29 @@ def test_every_online_method_has_a_case():
     layer = methods.RoutedExperts(methods.MoEConfig(2, 2, 64, 64), prefix="experts")
     made = {type(c.make(layer)).__name__ for c in online.cases() if c.layers == "experts"}
     assert experts < made
+
+
+RESULTS = Path(__file__).parents[1] / "results"
+ON_CPU, ON_GPU = RESULTS / "online-smollm2-135m.csv", RESULTS / "nv-h200-sm90-132" / "online.csv"
+
+
+@pytest.mark.parametrize("path", (ON_CPU, ON_GPU), ids=("cpu", "gpu"))
+def test_the_recorded_studies(path):
+    """All of the model; the GPU's was cut short after its first method, and no row is made up."""
+    rows = list(csv.DictReader(path.open(newline="")))
+    assert tuple(rows[0]) == online.COLUMNS and rows[0]["method"] == "none" and float(rows[0]["perplexity"]) < 30
+    assert len({(r["sequences"], r["length"], r["tokens_hash"], r["gpu"]) for r in rows}) == 1
+    cost = {(r["layers"], r["method"], r["scheme"]): float(r["delta_pct"]) for r in rows[1:]}
+    for (layers, _, scheme), percent in cost.items():
+        if scheme.startswith(("fp8", "int8")):
+            assert -1 < percent < 6, (layers, scheme, percent)
+    if path is ON_GPU:
+        return
+    assert {r["method"] for r in rows if r["layers"] == "linear"} == set(online.LINEAR)
+    experts = {n for n in methods.__all__ if n.endswith("OnlineMoEMethod")} | {"UnquantizedFusedMoEMethod"}
+    assert {r["method"] for r in rows if r["layers"] == "experts"} == experts
+    assert abs(cost["experts", "UnquantizedFusedMoEMethod", "unquantized:none"]) < 0.5  # the split itself costs nothing
+    for layers in ("linear", "experts"):
+        order = ("Fp8PtpcOnline", "Nvfp4Online", "Mxfp4Online")
+        found = [next(v for (of, m, _), v in cost.items() if of == layers and m.startswith(name)) for name in order]
+        assert found == sorted(found) and found[0] < found[1] - 3
