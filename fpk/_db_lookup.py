@@ -28,7 +28,7 @@ SOFT_FLAGS = frozenset({"bias", "zero_point", "out_dtype"})
 # 16 in one size
 SCALED_LIMIT = 4.1
 _NEAREST = 3  # shapes offered by the level "nearest": the closest may be illegal here
-_SCALED = 4  # shapes whose rows are scaled and compared
+_SCALED = 3  # shapes whose rows are scaled and compared
 _OFFERED = 4  # rows of them that are offered
 _MEMO_LIMIT = 16_384
 _GPU_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<product>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm_count>\d+)(-(?P<mig>.+))?")

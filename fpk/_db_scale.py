@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from fpk._db_table import Row
 
-LAUNCH_US = 3.0  # launch, filling and draining of the pipeline
-SPLIT_US = 1.0  # the second launch of a split K
-SPLIT_US_PER_OUTPUT = 16 / 4.2e6  # and its fp32 partial sums, written and read, per output and part
-FULL_RATE = 0.9  # of the fastest row's elements per microsecond, that other shapes reach too
+LAUNCH_US = 4.0  # launch, filling and draining of the pipeline
+SPLIT_US_PER_OUTPUT = 16 / 4.2e6  # fp32 partial sums of a split K, written and read, per output and part
+FULL_RATE = 1.0  # share of the fastest row's elements per microsecond that other shapes reach too
 DOUBT = 0.08  # an estimate from a shape twice as large in one size counts as so much slower
 
 _OTHER = ("T", "R", "E", "H", "I", "top_k")
@@ -49,7 +48,7 @@ def tile(row: Row, sm_count: int) -> Tile | None:
 
 
 def split_us(split: int, outputs: int) -> float:
-    return SPLIT_US + split * outputs * SPLIT_US_PER_OUTPUT if split > 1 else 0.0
+    return split * outputs * SPLIT_US_PER_OUTPUT if split > 1 else 0.0
 
 
 def elements(m: int, n: int, k: int) -> int:
@@ -75,20 +74,20 @@ def expected(
     near: (distance, tiles) of recorded shapes, the closest first; a config counts where it is met first.
     """
     floor = FULL_RATE * elements(m, n, k) / rate if rate else 0.0
-    outputs = m * n
+    outputs, too_tall = m * n, max(2 * m, 17)  # half of such a tile's rows would be empty
     seen: set[Any] = set()
-    found = []
+    found: list[tuple[float, int, float, Row]] = []
     for distance, tiles in near:
         doubt = 1 + DOUBT * distance
         for name, block_m, block_n, block_k, split, moving, row in tiles:
-            if name in seen:
+            if name in seen or block_m >= too_tall:
                 continue
             seen.add(name)
             items = -(-m // block_m) * -(-n // block_n) * split
             us = moving * -(-items // sm_count) * max(-(-k // block_k) / split, 1.0)
             us = (us if us > floor else floor) + LAUNCH_US
             if split > 1:
-                us += SPLIT_US + split * outputs * SPLIT_US_PER_OUTPUT
+                us += split * outputs * SPLIT_US_PER_OUTPUT
             found.append((us * doubt, len(found), distance, row))
     found.sort()
     return found

@@ -195,16 +195,20 @@ class Op(Generic[P, R]):
     def is_sound(self, config: Config, bound: dict[str, Any]) -> bool:
         """Could this config of a table be a candidate's? Tables are files: what is damaged there is passed over.
 
-        The fields and types of some candidate for the same kernel; sizes of blocks and numbers of warps powers of two.
+        The fields and types of some candidate for the same kernel; sizes of blocks and numbers of warps powers of two,
+        or a candidate's own.
         """
         kernel, fields = config.get("kernel"), {n: type(v) for n, v in config.items()}
         like = (c for c in self.configs(**bound) if c.get("kernel") == kernel)
         if not any({n: type(v) for n, v in c.items()} == fields for c in like):
             return False
-        return all(
-            0 <= v <= 1 << 24 and (not n.startswith(("BLOCK", "num_warps")) or v & (v - 1) == 0 < v)
-            for n, v in config.items() if type(v) is int
-        )  # fmt: skip
+        numbers = [(n, v) for n, v in config.items() if type(v) is int]
+        odd = [(n, v) for n, v in numbers if n.startswith(("BLOCK", "num_warps")) and (v & (v - 1) or v < 1)]
+        if any(not 0 <= v <= 1 << 24 for _, v in numbers):
+            return False
+        return not odd or any(
+            all(c.get(n) == v for n, v in odd) for c in self.configs(**bound) if c["kernel"] == kernel
+        )
 
     def _at_fixed_batch(self, bound: dict[str, Any]) -> dict[str, Any]:
         """The arguments as they would be in a batch of FIXED_BATCH rows, if configs matter to results."""

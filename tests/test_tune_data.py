@@ -83,15 +83,18 @@ def test_a_warm_search_needs_thirty_trials(log):
 @pytest.fixture(scope="module", params=TUNED, ids=lambda p: p.stem)
 def tuned(request):
     trials = read_trials(request.param)
-    return {op: times_of(trials, op) for op in sorted({t.op for t in trials})}
+    screened = [t for t in trials if t.stage == "screen"]  # one scale: finals ran warmer, up to a fifth slower
+    return {op: times_of(screened, op) for op in sorted({t.op for t in trials})}
 
 
-@pytest.mark.parametrize("hide,median,worst", [("layer", 8.0, 20.0), ("M", 5.0, 12.0)])
-def test_look_up_answers_unseen_shapes_well(tuned, hide, median, worst):
-    """Each shape is hidden in turn and answered by the others' winners; all ops together."""
-    regrets = [r for times in tuned.values() for r in lookup_regret(times, hide)]
+def test_look_up_answers_unseen_layers_well(tuned):
+    """Each layer is hidden in turn and answered by the others' rows; all ops together.
+
+    (Of four token counts that lie a factor of eight apart none can be hidden: those between them are verified below.)
+    """
+    regrets = [r for times in tuned.values() for r in lookup_regret(times, "layer")]
     middle, p95 = summary(regrets)
-    assert middle <= median and p95 <= worst, sorted((round(r.percent, 1), r.key) for r in regrets)[-8:]
+    assert len(regrets) >= 60 and middle <= 8.0 and p95 <= 20.0, sorted((r.percent, r.key) for r in regrets)[-8:]
 
 
 @pytest.fixture(scope="module", params=VERIFY, ids=lambda p: p.stem)
@@ -102,7 +105,7 @@ def verified(request):
     for op, gpu in sorted({(t.op, t.gpu) for t in trials}):
         device = device_of(gpu)
         layers = {(r.key["N"], r.key["K"]) for r in shipped.table(0, gpu, op).rows}
-        for key, times in times_of(trials, op, gpu).items():
+        for key, times in times_of([t for t in trials if t.stage == "screen"], op, gpu).items():
             shape = json.loads(key)
             answers = [a for a in shipped.answers(op, shape, device) if canonical(a.row.config) in times]
             assert answers, f"{op} {key}: what the look-up answers was not measured"

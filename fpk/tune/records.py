@@ -105,7 +105,7 @@ def _other_tiles(first: db.Row, best: Trial, screened: Iterable[Trial]) -> list[
         return []
     scale = best.us / (ok[best.config].us or best.us)
     ordered = sorted(ok.values(), key=lambda t: (t.config != best.config, t.us or 0.0, t.shared_bytes or 0, t.config))
-    rows = []
+    rows: list[db.Row] = []
     for text, us in distinct_tiles([(t.config, (t.us or 0.0) * scale) for t in ordered])[1:]:
         row = _row(ok[text], len(rows) + 2, first.default_us, ok[text].noise_percent or 0.0)
         rows.append(dataclasses.replace(row, us=max(db.round_us(us), first.us)))
@@ -114,7 +114,8 @@ def _other_tiles(first: db.Row, best: Trial, screened: Iterable[Trial]) -> list[
 
 def distinct_tiles(ordered: Sequence[tuple[str, float]], more: int = 0) -> list[tuple[str, float]]:
     """The first of each tile among (config as JSON, microseconds) in falling merit; if no product, the first `more`."""
-    seen, chosen = set(), []
+    seen: set[Any] = set()
+    chosen: list[tuple[str, float]] = []
     for text, us in ordered:
         tile = tile_of(json.loads(text))
         if tile is None:
