@@ -18,6 +18,7 @@ tune_app = typer.Typer(help="Measure candidates and keep the best: plan, sweep, 
 _out = Console(soft_wrap=True)
 
 Store = Annotated[Path | None, typer.Option("--store", help="SQLite file of the trials; default: the user's state.")]
+Interpreter = Annotated[bool, typer.Option(help="Without a GPU: run in Triton's interpreter all the same.")]
 Name = Annotated[str, typer.Option("--name", help="Name of the sweep.")]
 Seconds = Annotated[float, typer.Option("--minutes", help="Stop cleanly after this long; 0: never.")]
 
@@ -69,9 +70,12 @@ def sweep(
     minutes: Seconds = 0.0,
     store: Store = None,
     ray: Annotated[int, typer.Option("--ray", help="Use this many GPUs of the Ray cluster that runs here.")] = 0,
+    interpreter: Interpreter = False,
 ) -> None:
     """Work through the plan on all GPUs of this host, or of a Ray cluster. A kill loses at most one trial per GPU."""
     import json
+
+    import torch
 
     import fpk.kernels  # noqa: F401  declares every op
     from fpk.tune.run import default_options
@@ -81,6 +85,11 @@ def sweep(
     jobs = trials.jobs(name)
     if not jobs:
         raise typer.BadParameter(f"--name: no sweep {name!r} is planned in {trials.path}")
+    if not (ray or interpreter or torch.cuda.is_available()):
+        raise typer.BadParameter(
+            "--interpreter: no GPU is here; times of Triton's interpreter do not matter, and unrepaired it calls right "
+            "kernels wrong. Say --interpreter to try the machinery"
+        )
     until = time.monotonic() + 60 * minutes if minutes else float("inf")
     options = default_options(budget=json.loads(jobs[0]["options"])["budget"], until=until)
     try:
@@ -104,9 +113,11 @@ def _ray_sweep(trials: "TrialStore", name: str, options: "Options", actors: int)
 
 
 @tune_app.command()
-def resume(name: Name = "default", minutes: Seconds = 0.0, store: Store = None) -> None:
+def resume(
+    name: Name = "default", minutes: Seconds = 0.0, store: Store = None, interpreter: Interpreter = False
+) -> None:
     """Go on with a sweep that was interrupted, killed or ran out of time; known trials are not repeated."""
-    sweep(name, minutes, store)
+    sweep(name, minutes, store, interpreter=interpreter)
 
 
 @tune_app.command()

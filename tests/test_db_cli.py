@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fpk
@@ -119,8 +120,10 @@ def test_a_small_sweep_end_to_end(tmp_path):
     """On a machine without a GPU the interpreter is timed: slow, but every step is the real one."""
     store = tmp_path / "t.sqlite"
     run("tune", "plan", "amax", "--case", "M=4 K=64", "--budget", "3", "--store", store)
-    assert "done" in run("tune", "sweep", "--store", store)
-    assert "done" in run("tune", "resume", "--store", store)
+    if not torch.cuda.is_available():
+        assert "no GPU is here" in run("tune", "sweep", "--store", store, code=2)
+    assert "done" in run("tune", "sweep", "--interpreter", "--store", store)
+    assert "done" in run("tune", "resume", "--interpreter", "--store", store)
     run("tune", "finish", "--store", store, "--into", tmp_path / "db")
     run("tune", "export", tmp_path / "x.t4.json", "--store", store)
     results = json.loads((tmp_path / "x.t4.json").read_text())["results"]

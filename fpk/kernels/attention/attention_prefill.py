@@ -69,6 +69,11 @@ def check(
     **scales: Tensor | None,
 ) -> None:  # fmt: skip
     name = "attention_prefill"
+    if key_cache.dtype is torch.int8:
+        # on an H200 one case of INT8 (D = 64, dv = 24, pages of one token) came out wrong, and nobody knows yet why
+        raise NotImplementedError(
+            f"{name}.key_cache: expected FP8 or 16-bit, got int8: give these tokens to attention_decode, a row each"
+        )
     check_attention(name, q, key_cache, value_cache, softmax_scale, q_scale, p_scale, out_dtype)
     check_table(name, block_table.shape[0], block_table, seq_lens)
     check_scales(name, key_cache, **scales)
@@ -205,7 +210,7 @@ def key_of(
     reference=reference, check=check, inputs=prefill_inputs, tol=decode_tolerance,
     domain=dict(
         B=(0, 1, 2, 3, 5), T=(0, 1, 7, 40, 90), H=(1, 2), group=(1, 3, 8, 20), D=(16, 33, 64, 80, 128), dv=(None, 24),
-        page=(1, 3, 16), tokens=(1, 17, 130, 300), dtype=(*FP8, torch.int8, None), q_dtype=tuple(_TYPES),
+        page=(1, 3, 16), tokens=(1, 17, 130, 300), dtype=(*FP8, None), q_dtype=tuple(_TYPES),
         granularity=("none", "tensor", "head", "token_head"), lengths=("full", "random", "empty"), pages=(5, 29),
         rounded=("", "q", "p", "qp"), kind=("normal", "zeros", "zero_rows"),
         layout=("contiguous", "rows", "offset", "heads_first"),
@@ -218,8 +223,7 @@ def key_of(
         )
         for model, kv, group, size in (("llama3_70b", 8, 8, 128), ("phi3_mini", 32, 1, 96))
         for name, granularity, dtype in (
-            ("fp8", "tensor", torch.float8_e4m3fn), ("int8_per_token_head", "token_head", torch.int8),
-            ("bf16", "none", None),
+            ("fp8", "tensor", torch.float8_e4m3fn), ("bf16", "none", None),
         )
         for sequences, rows, tokens in ((1, 1024, 1024), (4, 1024, 1024), (16, 1024, 2048))
     },

@@ -196,7 +196,10 @@ def tolerance(a: Tensor, out_dtype: torch.dtype, **_: Any) -> float:
     rounding = {torch.bfloat16: 1.8e-3, torch.float16: 3e-4, torch.float32: 2e-6}[out_dtype]
     # what the tensor cores of sm90 lose inside the FP8 products of 128 columns
     lost = 0.0 if a.device.type == "cpu" or a.dtype is torch.bfloat16 else 3e-4
-    return (rounding**2 + lost**2) ** 0.5 * 1.1
+    # the tensor cores of sm90 cut fp32 sums toward zero every 16 columns: half of a last place on average, of sums
+    # that grow with the root of K; together 2^-25 of the result a step (measured: 0.63 of that, K from 272 to 8704)
+    cut = 0.0 if a.device.type == "cpu" else a.shape[1] / 16 * 2.0**-25
+    return (rounding**2 + lost**2) ** 0.5 * 1.1 + cut
 
 
 def inputs(

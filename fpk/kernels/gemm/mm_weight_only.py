@@ -235,7 +235,10 @@ def cost(a: Tensor, b: Tensor, scale_b: Tensor, out_dtype: torch.dtype | None, *
 
 
 def tolerance(a: Tensor, out_dtype: torch.dtype | None, **_: Any) -> float:
-    return {torch.bfloat16: 1.8e-3, torch.float16: 3e-4, torch.float32: 2e-6}[out_dtype or a.dtype] * 1.1
+    rounding = {torch.bfloat16: 1.8e-3, torch.float16: 3e-4, torch.float32: 2e-6}[out_dtype or a.dtype] * 1.1
+    # the tensor cores of sm90 cut fp32 sums toward zero every 16 columns: half of a last place on average, of sums
+    # that grow with the root of K; together 2^-25 of the result a step (measured: 0.63 of that, K from 272 to 8704)
+    return rounding + (0.0 if a.device.type == "cpu" else a.shape[1] / 16 * 2.0**-25)
 
 
 def inputs(
