@@ -125,7 +125,7 @@ class Table:
             ordered = [(logs, sorted(ms, key=lambda m: m[0])) for logs, ms in sorted(groups.items())]
             self._shapes[flags] = [(logs, [m for m, _ in ms], [block for _, block in ms]) for logs, ms in ordered]
         self._kin: dict[frozenset[Any], list[frozenset[Any]]] = {}
-        for flags in sorted(self._shapes, key=lambda f: sorted(f, key=str)):
+        for flags in sorted(self._shapes, key=lambda f: sorted(map(str, f))):
             self._kin.setdefault(_hard(flags), []).append(flags)
 
     def scaled(self, key: Mapping[str, Any], sm_count: int, count: int = _OFFERED) -> list[tuple[float, float, Row]]:
@@ -138,7 +138,7 @@ class Table:
         if group is None:
             group = self._tiles[flags] = self._group(flags, sm_count)
         rate, shapes = group
-        if not rate:
+        if not rate or not {"M", "N", "K"} <= key.keys():
             return []
         near = []
         position = 0
@@ -223,7 +223,7 @@ def siblings(gpu: str, others: Iterable[str]) -> list[str]:
     found = []
     for other in others:
         theirs = _GPU_ID.fullmatch(other)
-        if theirs is None or other == gpu or theirs["vendor"] != mine["vendor"]:
+        if theirs is None or other == gpu or theirs["vendor"] != mine["vendor"] or int(theirs["sm_count"]) < 1:
             continue
         if _family(theirs["arch"]) == _family(mine["arch"]):
             gap = abs(math.log2(int(theirs["sm_count"])) - math.log2(int(mine["sm_count"])))

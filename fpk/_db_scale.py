@@ -100,4 +100,4 @@ def _work(one: Tile, m: int, n: int, k: int, sm_count: int) -> float:
 
 
 def _count(value: Any) -> int:
-    return value if type(value) is int and value > 0 else 0
+    return value if type(value) is int and 0 < value < 1 << 40 else 0

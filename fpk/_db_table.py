@@ -164,7 +164,7 @@ def parse_table(text: str) -> list[Row]:
         us, default_us, noise, shared, case, run = cells[end:]
         key: dict[str, Any] = {n: read(c) for n, c in zip(header[:rank_at], cells, strict=False) if c}
         config = {n: read(c) for n, c in zip(header[rank_at + 1 : end], cells[rank_at + 1 : end], strict=True) if c}
-        strange = [n for n in SIZES if n in key and type(key[n]) is not int]
+        strange = [n for n in SIZES if n in key and not (type(key[n]) is int and 0 <= key[n] < 1 << 40)]
         if strange:
             raise ValueError(
                 f"autotune_db: line {number}: {strange[0]}: expected a number, got {key[strange[0]]!r:.80}"

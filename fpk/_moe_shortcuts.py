@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fpk._moe_checks import Experts, Static, Weight, codes_of
 from fpk.api import Quantized
+from fpk.check import has_fp8_units
 from fpk.formats import FP8, Scheme
 from fpk.op import OPS, batch_must_not_matter
 
@@ -28,6 +29,8 @@ def fits_few(
         return False
     if scheme is None or not isinstance(x, Quantized):
         return True
+    if not has_fp8_units(x.codes.device):
+        return False
     return x.zero_point is None and x.scale.dtype is torch.float32 and x.scale.shape[0] == x.codes.shape[0]
 
 

@@ -196,19 +196,27 @@ class Op(Generic[P, R]):
         """Could this config of a table be a candidate's? Tables are files: what is damaged there is passed over.
 
         The fields and types of some candidate for the same kernel; sizes of blocks and numbers of warps powers of two,
-        or a candidate's own.
+        or a candidate's own; no number far from those of the candidates. A split or a grid of 0 would write nothing,
+        and a ring of one buffer waits for itself.
         """
         kernel, fields = config.get("kernel"), {n: type(v) for n, v in config.items()}
-        like = (c for c in self.configs(**bound) if c.get("kernel") == kernel)
-        if not any({n: type(v) for n, v in c.items()} == fields for c in like):
+        like = [
+            c
+            for c in self.configs(**bound)
+            if c.get("kernel") == kernel and {n: type(v) for n, v in c.items()} == fields
+        ]
+        if not like:
             return False
-        numbers = [(n, v) for n, v in config.items() if type(v) is int]
-        odd = [(n, v) for n, v in numbers if n.startswith(("BLOCK", "num_warps")) and (v & (v - 1) or v < 1)]
-        if any(not 0 <= v <= 1 << 24 for _, v in numbers):
-            return False
-        return not odd or any(
-            all(c.get(n) == v for n, v in odd) for c in self.configs(**bound) if c["kernel"] == kernel
-        )
+        for name, value in config.items():
+            known = [c[name] for c in like]
+            if type(value) is not int or value in known:
+                continue
+            least = min(16, *known) if name.startswith("BLOCK") else min(2, *known) if name == "STAGES" else 1
+            if not least <= value <= 16 * max(known):
+                return False
+            if name.startswith(("BLOCK", "num_warps")) and value & (value - 1):
+                return False
+        return True
 
     def _at_fixed_batch(self, bound: dict[str, Any]) -> dict[str, Any]:
         """The arguments as they would be in a batch of FIXED_BATCH rows, if configs matter to results."""

@@ -41,8 +41,12 @@ def check() -> None:
     forget()
     assert not outside, f"a kernel is outside its tensors: {outside[0]}"
     for zone in zones:
-        written = (zone != 0xFF).nonzero()
-        assert not len(written), f"a kernel wrote {len(written)} bytes behind its tensor, first at +{written[0].item()}"
+        _expect_poison(zone)
+
+
+def _expect_poison(zone: Tensor) -> None:
+    written = (zone != 0xFF).nonzero()
+    assert not len(written), f"a kernel wrote {len(written)} bytes behind its tensor, first at +{written[0].item()}"
 
 
 def fenced(tensor: Tensor) -> Tensor:
@@ -103,6 +107,8 @@ def _guarding(allocate):
         size = out.untyped_storage().nbytes()
         raw = _empty(size + ZONE, dtype=torch.uint8, device=out.device).fill_(0xFF)
         _zones.append(raw[size:])
+        for zone in _zones[:-KEPT]:
+            _expect_poison(zone)
         del _zones[:-KEPT]
         return raw[:size].view(out.dtype).as_strided(out.shape, out.stride()).requires_grad_(out.requires_grad)
 

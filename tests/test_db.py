@@ -321,3 +321,16 @@ def test_ranks_with_different_tables_get_one_snapshot():
     start = time.time()
     missing = _ranks([H200, H200], tables, timeout_s=0.5)
     assert all("rank 2 did not answer" in text for text in missing.values()) and time.time() - start < 10
+
+
+def test_damaged_cells_do_not_raise_in_a_call():
+    """Text among numbers, sizes beyond any memory, a folder that names a GPU without multiprocessors, other keys."""
+    mixed = source(row(16, 64, 64, flag=0), row(16, 64, 64, flag="O"))
+    assert db.Tables(mixed).table(0, H200.id, "some_op") is not None
+    text = db.dump_table([product_row(64, 4096, 4096, 9.0, SPLIT_K=7)]).replace(",7,", f",{10**300},")
+    huge = db.Tables(db.MemorySource({f"{H200.id}/some_op.csv": text}))
+    assert isinstance(ask(huge, 64, 4096, 4352), list)
+    nobody = db.Tables(source(row(16, 64, 64), gpu="nv-foo-sm90-0"))
+    assert ask(nobody, 16, 64, 64) == []
+    product = db.Tables(source(product_row(64, 4096, 4096, 9.0)))
+    assert isinstance(list(product.answers("some_op", dict(M=64, K=4096, dtype="x"), H200)), list)

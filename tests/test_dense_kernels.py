@@ -178,3 +178,21 @@ def test_cheapest_orders_by_estimate():
     found = cheapest(options, 4096, 8192, 8192, 132)
     times = [estimate(c, 4096, 8192, 8192, 132) for c in found]
     assert times == sorted(times) and len(found) == 3
+
+
+@pytest.mark.parametrize(
+    "name, kernel, damage",
+    [
+        ("scaled_mm", "split", dict(SPLIT_K=0)), ("scaled_mm", "persistent", dict(PER_SM=0)),
+        ("scaled_mm", "warps", dict(STAGES=1)), ("scaled_mm_group", "warps", dict(STAGES=0)),
+        ("scaled_mm_group", "turns", dict(PER_SM=0)), ("scaled_mm", "tile", dict(GROUP_M=0)),
+        ("scaled_mm", "tile", dict(BLOCK_N=48)), ("scaled_mm", "tile", dict(BLOCK_K=1 << 24)),
+        ("mm_weight_only", "direct", dict(SPLIT_K=-1)),
+    ],
+)  # fmt: skip
+def test_rows_that_would_write_nothing_or_wait_for_ever_are_not_sound(name, kernel, damage):
+    op = OPS[name]
+    with pretend("sm90") as device:
+        bound = outline(op, dict(M=128, N=4096, K=4096))
+        config = next(c for c in legal_candidates(op, bound, device) if c["kernel"] == kernel)
+        assert op.is_sound(config, bound) and not op.is_sound(config | damage, bound)

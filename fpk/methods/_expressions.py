@@ -12,7 +12,7 @@ from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 Places = frozenset[int]
-LONGEST, DEEPEST = 2000, 50  # characters of an expression, and parts inside of each other
+LONGEST, DEEPEST = 2000, 10  # characters of an expression, and parts inside of each other
 FEW = 3  # ways part so often in an expression that is left to Python: at most the cube of a name's length
 
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)

@@ -187,6 +187,8 @@ def configs(q: Tensor, key_cache: Tensor, key_scales: Tensor | None, **_: Any):
 def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
     width = triton.next_power_of_2(q.shape[-1]) + triton.next_power_of_2(value_cache.shape[-1])
     tokens, rows = config["BLOCK_N"], config["BLOCK_M"]
+    if rows < max(16, triton.cdiv(q.shape[1], max(key_cache.shape[2], 1))):  # all heads of a token, one tile
+        return False
     buffers = config["num_stages"] - 1 if device.vendor == "amd" else config["num_stages"] // 2
     loaded = tokens * width * key_cache.element_size() * max(1, buffers)
     # decoded tiles, queries and probabilities pass through shared memory on their way to the matrix unit

@@ -259,9 +259,10 @@ def moe_up(
     aligned = interleaved or not gated or I % config["BLOCK_N"] == 0
     early, programs = early_start(of(a.device)), triton.cdiv(I, config["BLOCK_N"])
     size, lines = 0, 0
-    if upcoming is not None and upcoming.is_contiguous() and upcoming.numel() and early["PDL"]:
+    # one token alone: with more, each count of tokens would be another kernel, and there is less to wait for
+    if T == 1 and upcoming is not None and upcoming.is_contiguous() and upcoming.numel() and early["PDL"]:
         size = upcoming.nbytes // E
-        lines = triton.next_power_of_2(triton.cdiv(min(size, AHEAD // (T * top_k)), 128 * programs))
+        lines = triton.next_power_of_2(triton.cdiv(min(size, AHEAD // top_k), 128 * programs))
         upcoming = upcoming.view(torch.uint8)
     _up_kernel[(programs, T * top_k)](
         a, scale_a, b, scale_b, bias, ids, expert_map, upcoming if lines else None, out,
