@@ -27,10 +27,10 @@ def fits_few(
         return False
     if any(s.scale is not None for s in static) or not _has_product(w13, w2, scheme) or batch_must_not_matter():
         return False
+    if isinstance(w13, Quantized) and not has_fp8_units(w13.codes.device):  # sorted experts decode codes to 16 bits
+        return False
     if scheme is None or not isinstance(x, Quantized):
         return True
-    if not has_fp8_units(x.codes.device):
-        return False
     return x.zero_point is None and x.scale.dtype is torch.float32 and x.scale.shape[0] == x.codes.shape[0]
 
 

@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpk
+from fpk._moe import moe_experts
+from fpk._moe_shortcuts import fits_few
 from fpk.check import assert_close, rel_error
+from fpk.device import pretend
 from fpk.formats import encode_int8, expand_groups, scheme_of
 from fpk.op import OPS
 
@@ -375,3 +378,17 @@ def test_zero_experts_and_copies(device):
         fpk.moe(x, logits[:, :4], w13, w2),
         0.0,
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_weight_only_experts_need_no_fp8_units(tokens):
+    """A GPU without them serves one token as it serves two: launches are recorded, none runs."""
+    w13 = fpk.quantize(randn(2, 1024, 512, dtype=torch.bfloat16), "fp8_token")
+    w2 = fpk.quantize(randn(2, 512, 512, dtype=torch.bfloat16), "fp8_token")
+    weights, ids = torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int32)
+    with pretend("sm80"):
+        assert not fits_few(randn(tokens, 512, dtype=torch.bfloat16), ids, w13, w2, None, [], torch.bfloat16)
+    if not torch.cuda.is_available():
+        with pretend("sm80"):
+            out = moe_experts(randn(tokens, 512, dtype=torch.bfloat16), weights, ids, w13, w2)
+        assert out.shape == (tokens, 512)
