@@ -4,7 +4,7 @@ A product's time at a shape is mostly waves x steps: how often the tiles fill al
 K that each tile takes. Between two shapes the same config changes by the ratio of these; what a launch costs, and the
 partial sums of a split K, stay outside the ratio, and nothing runs faster than the table's fastest row moves its
 operands. So of the neighbours' configs that one is taken whose tiles fit the new shape, instead of the one whose shape
-is closest. The constants were fitted on an H200 (`tests/tune_data`), where ratios depend on them by a few percent.
+is closest. The constants were fitted to trials of an H200; docs/database.md says how well, and how much they matter.
 """
 
 from collections.abc import Iterable, Sequence

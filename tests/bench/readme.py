@@ -179,7 +179,9 @@ def parallel(folder: str = "") -> str:
                 cells.append(here[0]["equal"] if here else "-")
                 continue
             worst = max(float(r["difference"]) for r in here)
-            cells.append("equal" if all(r["equal"] == "1" for r in here) else f"{worst:.0e}")
+            over = [r for r in here if r["bound"] and float(r["difference"]) > float(r["bound"])]
+            text = "equal" if all(r["equal"] == "1" for r in here) else f"{worst:.0e}"
+            cells.append(f"**{text}, bound {float(over[0]['bound']):.0e}**" if over else text)
         rows.append([f"`{method}`", f"`{scheme}`", *cells])
     return table(["layer", "weights:activations", *columns], rows)
 

@@ -28,9 +28,6 @@ UNEVEN = Placement(((3, 1), (0, 2, 4, 9, 5), (8,), (6, 7)), 10)
 # What a difference may be. Sums of ranks are rounded once more; activations that are quantized by the row are quantized
 # by this rank's part of it where ranks share the row, so the codes themselves differ: it is the format's own step.
 SUM = 5e-3
-# A rank's products may have other tiles than those of all experts together; FP8 activations of the second then differ
-# by a step here and there.
-FLIPPED = 1e-2
 LINEAR = {
     "Fp8PerTensorOnlineLinearMethod": ("fp8_tensor:fp8_token", 5e-2),
     "Fp8PtpcOnlineLinearMethod": ("fp8_channel:fp8_token", 5e-2),
@@ -86,7 +83,7 @@ def cells() -> list[tuple[str, str, str, str, float, str, tuple[Any, ...]]]:
                 arguments: tuple[Any, ...] = (ranks, weight, act)
                 found.append(("moe_experts", scheme, column, "layer", bound, "tensor_parallel_experts", arguments))
                 continue
-            for exchange, limit in (("all_to_all", EP), ("gather", FLIPPED if act.startswith("fp8") else SUM)):
+            for exchange, limit in (("all_to_all", EP), ("gather", SUM)):
                 if exchange == "gather" or column == "EP2" or payload:
                     arguments = (ranks, weight, act, exchange, placement, payload)
                     found.append(("moe_experts", scheme, column, exchange, limit, "expert_parallel", arguments))
