@@ -1,17 +1,21 @@
 """What ranks do in the tests: each function runs on every rank of a world and returns plain values."""
 
+import contextlib
 import functools
 import itertools
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fpk
+import fpk._moe
 from fpk.api import Quantized, quantize
 from fpk.check import bits, rel_error
+from fpk.op import OPS
 from fpk.parallel import Balancer, ExpertParallel, Group, Placement, row_parallel, shard_experts
 
 WIDE = 512  # input of linear layers
@@ -68,25 +72,82 @@ def slices(ranks: int, count: int = TOKENS) -> list[slice]:
 
 def expert_parallel(
     parts: Parts, ranks: int, scheme: str, act: str, exchange: str, placement: Placement, payload: str | None
-) -> dict[str, float | bool]:
-    """The layer on some ranks against the same layer on one: equal bits, and the relative difference."""
+) -> dict[str, Any]:
+    """The layer on some ranks against the same layer on one: equal bits, and the relative difference.
+
+    Sums of ranks ("gather") also tell what of the difference comes from operands of the second product that differ.
+    """
     part = parts[ranks]
     if part is None:
         return {}
     w13, w2 = layer_of(scheme)
     x, weights, ids = tokens()
-    whole = fpk.moe_experts(x, weights, ids, w13, w2, act=act)
+    with watched() as seen:
+        whole = fpk.moe_experts(x, weights, ids, w13, w2, act=act)
     mine = placement.ranks[part.rank]
-    w13, w2 = held(w13, mine), held(w2, mine)
+    held13, held2 = held(w13, mine), held(w2, mine)
 
     def experts(rows, weights, ids):
-        return fpk.moe_experts(rows, weights, ids, w13, w2, act=act, expert_map=layer.expert_map)
+        return fpk.moe_experts(rows, weights, ids, held13, held2, act=act, expert_map=layer.expert_map)
 
     layer = ExpertParallel(part, placement, exchange, payload)
     even = TOKENS // part.size
     at = slices(part.size)[part.rank] if exchange == "all_to_all" else slice(part.rank * even, (part.rank + 1) * even)
-    out = layer(x[at], weights[at], ids[at], experts)
-    return compare(out, whole[at])
+    with watched() as seen_here:
+        out = layer(x[at], weights[at], ids[at], experts)
+    found = compare(out, whole[at])
+    if exchange == "all_to_all":
+        return found
+    order = OPS["sort_by_expert"](ids, EXPERTS)[1], OPS["sort_by_expert"](ids, len(mine), layer.expert_map)[1]
+    moved, there = moved_operands(seen[1], seen_here[1], *order)
+    effect = torch.zeros(TOKENS, H, dtype=torch.float64)
+    for t, j in there.nonzero().tolist():
+        matrix = plain(w2)[ids[t, j]].double()
+        effect[t] += weights[t, j].double() * (matrix @ moved[t, j])
+    effect = part.all_reduce(effect)[at]
+    first, first_here = (codes_in_order(s[0], o) for s, o in zip((seen, seen_here), order, strict=True))
+    assert torch.equal(first[there], first_here[there]), "ranks multiply other tokens"
+    return found | dict(
+        rest=float(rel_error(out.double() - effect, whole[at])),
+        effect=float(effect.norm() / whole[at].double().norm()),
+        moved=int((moved != 0).sum()), operands=int(there.sum()) * INNER,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple[Tensor | Quantized, Tensor | None]]]:
+    """Left operands of the products inside, and the order of tokens that a product which gathers them itself takes."""
+    product, seen = fpk._moe._product, []
+
+    def watching(rows, *arguments, gather=None, **options):
+        seen.append((rows, gather))
+        return product(rows, *arguments, gather=gather, **options)
+
+    fpk._moe._product = watching
+    try:
+        yield seen
+    finally:
+        fpk._moe._product = product
+
+
+def plain(value: Tensor | Quantized) -> Tensor:
+    return value.dequantize(torch.float32) if isinstance(value, Quantized) else value.float()
+
+
+def codes_in_order(seen: tuple[Tensor | Quantized, Tensor | None], position: Tensor) -> Tensor:
+    """Bits of a product's left operand for each slot (T, top_k, columns); any for dropped ones."""
+    rows, gather = seen
+    codes = bits(rows.codes if isinstance(rows, Quantized) else rows)
+    if gather is not None:  # rows are tokens
+        return codes[:, None].expand(-1, position.shape[1], -1)
+    return codes[position.long().clamp(min=0)]
+
+
+def moved_operands(whole: Any, mine: Any, order: Tensor, mine_order: Tensor) -> tuple[Tensor, Tensor]:
+    """(this rank's operand less the whole layer's, (T, top_k, columns) fp64; slots that this rank has, (T, top_k))."""
+    there = mine_order >= 0
+    theirs, own = (plain(s[0])[o.long().clamp(min=0)].double() for s, o in ((whole, order), (mine, mine_order)))
+    return torch.where(there[..., None], own - theirs, 0.0), there
 
 
 def tensor_parallel_experts(parts: Parts, ranks: int, scheme: str, act: str) -> dict[str, float | bool]:

@@ -1,6 +1,7 @@
 """Processes as ranks: one start of the world serves many checks, as starting costs more than all of them."""
 
 import contextlib
+import datetime
 import os
 import queue
 import traceback
@@ -9,7 +10,10 @@ from typing import Any
 
 import torch
 
+ONE_GPU = "FPK_RANKS_SHARE_ONE_GPU"  # set: processes on one GPU that exchange under gloo
 TIMEOUT_S = 20.0 if torch.cuda.is_available() else 60.0  # a loaded machine is slow, not dead
+if ONE_GPU in os.environ:
+    TIMEOUT_S = 120.0
 Check = Callable[..., Any]
 
 
@@ -18,9 +22,15 @@ def _main(rank: int, size: int, path: str, checks: list[tuple[str, Check, tuple[
     torch.set_num_threads(1)
     from fpk.parallel import join
 
-    device = torch.device("cuda", rank) if torch.cuda.device_count() >= size else torch.device("cpu")
+    sharing = ONE_GPU in os.environ
+    enough = torch.cuda.device_count() >= (1 if sharing else size)
+    device = torch.device("cuda", 0 if sharing else rank) if enough else torch.device("cpu")
     with torch.no_grad(), torch.device(device):
-        group = join(rank, size, torch.distributed.FileStore(path, size), device=device, timeout_s=TIMEOUT_S)
+        store = torch.distributed.FileStore(path, size)
+        if sharing:
+            exchange_by_cpu(store, rank, size)
+        backend = "gloo" if sharing else None
+        group = join(rank, size, store, device=device, timeout_s=TIMEOUT_S, backend=backend)
         parts = {2: group.part([0, 1]) if size > 2 else group, size: group}
         with group.use():
             for name, check, arguments in checks:
@@ -29,11 +39,31 @@ def _main(rank: int, size: int, path: str, checks: list[tuple[str, Check, tuple[
                 except Exception:
                     answers.put((name, rank, RuntimeError(traceback.format_exc())))
                     return  # the others hear of it when they wait for this rank
-        if device.type == "cuda":  # NCCL waits for the ranks that died on purpose
+        if device.type == "cuda" and not sharing:  # NCCL waits for the ranks that died on purpose
             answers.close()
             answers.join_thread()
             os._exit(0)
         group.close()
+
+
+def exchange_by_cpu(store: Any, rank: int, size: int) -> None:
+    """Ranks on one GPU: NCCL wants one for each, and gloo does not carry all that is on a GPU."""
+    dist = torch.distributed
+    limit = datetime.timedelta(seconds=TIMEOUT_S)
+    prefixed = dist.PrefixStore("one_gpu", store)
+    dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=limit)
+
+    def staged(collective: Check) -> Check:
+        def moved(*arguments: Any, **options: Any) -> Any:
+            there = [a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
+            done = collective(*there, **options)
+            arguments[0].copy_(there[0])  # all of them write their first
+            return done
+
+        return moved
+
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        setattr(dist, name, staged(getattr(dist, name)))
 
 
 def run(size: int, checks: list[tuple[str, Check, tuple[Any, ...]]], path: str) -> dict[str, list[Any]]:
