@@ -4,14 +4,15 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fpk._db_scale import Tile, expected, full_rate, tile
+from fpk._db_scale import Products, expected, full_rate, tile
 from fpk._db_table import SIZES, Row, Run, parse_runs, parse_table
 from fpk.device import Device
 
@@ -90,10 +91,6 @@ class MemorySource:
         return self.texts.get(f"{gpu}/{file}")
 
 
-# full rate; (sizes but M, as logarithms; log2 of each M; tiles of each M)
-_Group = tuple[float, list[tuple[tuple[float, ...], list[float], list[list[Tile]]]]]
-
-
 class Answer(NamedTuple):
     """One row that a look-up would offer: from which level ("exact", "nearest", "sibling"), source and GPU."""
 
@@ -104,13 +101,16 @@ class Answer(NamedTuple):
     distance: float
 
 
+_Offer = tuple[str, Row, str, str, float]  # an Answer's fields
+
+
 class Table:
     """Rows of one op on one GPU, indexed by exact key and, for the nearest shape, by flags and sizes."""
 
     def __init__(self, rows: Iterable[Row], sm_count: int = 0) -> None:
         self.rows = list(rows)
         self._sm_count = sm_count
-        self._tiles: dict[frozenset[Any], _Group] = {}
+        self._products: dict[tuple[Any, ...], Products | None] = {}
         self._exact: dict[frozenset[Any], list[Row]] = {}
         for row in self.rows:
             self._exact.setdefault(frozenset(row.key.items()), []).append(row)
@@ -133,39 +133,32 @@ class Table:
 
         A config stands once, with the row of the shape closest to `key`. [] if the op's times cannot be scaled.
         """
-        flags, log_m, logs = _split(key)
-        group = self._tiles.get(flags)
-        if group is None:
-            group = self._tiles[flags] = self._group(flags, sm_count)
-        rate, shapes = group
-        if not rate or not {"M", "N", "K"} <= key.keys():
+        flags = _flags(key)
+        if flags in self._products:
+            products = self._products[flags]
+        else:
+            products = self._products[flags] = self._made_ready(_split(key)[0], sm_count)
+        if products is None or "M" not in key or "N" not in key or "K" not in key:
             return []
-        near = []
-        position = 0
-        for other, ms, tiles in shapes:
-            base = sum([abs(a - b) for a, b in zip(other, logs, strict=False)])
-            at = bisect_left(ms, log_m)
-            for i in (at - 1, at, at + 1):
-                if 0 <= i < len(ms) and (distance := base + abs(ms[i] - log_m)) <= SCALED_LIMIT:
-                    near.append((distance, position, tiles[i]))
-                    position += 1
-        near.sort()
-        found = expected([(d, t) for d, _, t in near[:_SCALED]], key["M"], key["N"], key["K"], sm_count, rate)
+        m, n, k = key["M"], key["N"], key["K"]
+        near = products.near(_log2(m), _log2(n), _log2(k), SCALED_LIMIT, _SCALED)
+        found = expected(near, m, n, k, sm_count, products.rate)
         return [(us, distance, row) for us, _, distance, row in found[:count]]
 
-    def _group(self, flags: frozenset[Any], sm_count: int) -> _Group:
-        """Tiles of the recorded shapes with these flags (SOFT_FLAGS apart), and the rate none of them exceeds."""
+    def _made_ready(self, flags: frozenset[Any], sm_count: int) -> Products | None:
+        """The recorded shapes with these flags (SOFT_FLAGS apart), and the rate that none of them exceeds."""
         shapes = self._shapes.get(flags)
         if shapes is None:
             shapes = [shape for kin in self._kin.get(_hard(flags), ()) for shape in self._shapes[kin]]
-        group = []
+        ready = []
         for logs, ms, blocks in shapes:
             tiles = [[tile(row, self._sm_count or sm_count) for row in block] for block in blocks]
             whole = [[t for t in block if t is not None] for block in tiles]
             if list(map(len, whole)) != list(map(len, tiles)):
-                return 0.0, []
-            group.append((logs, ms, whole))
-        return full_rate(row for _, _, blocks in shapes for block in blocks for row in block), group
+                return None
+            ready.append((*logs, ms, whole))
+        rate = full_rate(row for _, _, blocks in shapes for block in blocks for row in block)
+        return Products(rate, ready) if rate else None  # type: ignore[arg-type]  # products' sizes are M, N and K
 
     def exact(self, key: Mapping[str, Any]) -> list[Row]:
         return self._exact.get(frozenset(key.items()), [])
@@ -195,6 +188,19 @@ def _split(key: Mapping[str, Any]) -> tuple[frozenset[Any], float, tuple[float, 
     flags = frozenset([item for item in key.items() if item[0] not in _SIZE_SET])
     logs = tuple([_log2(key[n]) for n in _OTHER_SIZES if n in key])
     return flags, _log2(key.get("M", 1)), logs
+
+
+def _flags(key: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells apart keys that differ in more than their sizes; cheaper than the set, and as long as names keep
+    their order as good."""
+    names = tuple(key)
+    return names, _getter(names)(key)
+
+
+@functools.lru_cache(256)
+def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Any]:
+    flags = [n for n in names if n not in _SIZE_SET]
+    return operator.itemgetter(*flags) if flags else lambda key: ()
 
 
 def _hard(flags: frozenset[Any]) -> frozenset[Any]:
@@ -248,16 +254,18 @@ class Tables:
     def __init__(self, *sources: Source) -> None:
         self.sources: Sequence[Source] = sources
         self._tables: dict[tuple[int, str, str], Table | None] = {}
+        self._present: dict[tuple[str, str], list[tuple[str, Table]]] = {}  # of a GPU and op, with their sources' names
         self._gpus: list[list[str]] | None = None
+        self._siblings: dict[str, list[str]] = {}
         self._memo: dict[Any, list[dict[str, Any]]] = {}
         self._missed: set[tuple[str, str]] = set()
 
     def candidates(self, op: str, key: dict[str, Any], device: Device) -> list[dict[str, Any]]:
         """Configs in falling order of trust for this key; the op takes the first legal one, else its default."""
-        memo_key = (op, frozenset(key.items()), device)
+        memo_key = (op, device, *key, *key.values())
         configs = self._memo.get(memo_key)
         if configs is None:
-            configs = [answer.row.config for answer in self.answers(op, key, device)]
+            configs = [row.config for _, row, _, _, _ in self._offers(op, key, device)]
             if not configs:
                 self._say_missing(op, key, device)
             if len(self._memo) >= _MEMO_LIMIT:
@@ -278,48 +286,57 @@ class Tables:
             stacklevel=2,
         )
 
-    def answers(self, op: str, key: Mapping[str, Any], device: Device) -> Iterator[Answer]:
+    def answers(self, op: str, key: Mapping[str, Any], device: Device) -> list[Answer]:
         """Every row a look-up would offer, in its order, that fits the device's shared memory."""
-        gpu = gpu_id(device)
-        found = False
-        for answer in self._of_gpu(op, key, gpu, device.sm_count):
-            if answer.row.shared_bytes <= device.shared_limit:
-                found = True
-                yield answer
-        if found:
-            return
-        if self._gpus is None:
-            self._gpus = [source.gpus() for source in self.sources]
-        for other in siblings(gpu, {g for gpus in self._gpus for g in gpus}):
-            for answer in self._of_gpu(op, key, other, device.sm_count):
-                if answer.row.shared_bytes <= device.shared_limit:
-                    yield Answer("sibling", answer.row, other, answer.source, answer.distance)
+        return [Answer(*offer) for offer in self._offers(op, key, device)]
 
-    def _of_gpu(self, op: str, key: Mapping[str, Any], gpu: str, sm_count: int) -> Iterator[Answer]:
-        tables = [(self.sources[i].name, t) for i in range(len(self.sources)) if (t := self.table(i, gpu, op))]
+    def _offers(self, op: str, key: Mapping[str, Any], device: Device) -> list[_Offer]:
+        gpu = gpu_id(device)
+        limit, sm_count = device.shared_limit, device.sm_count
+        found = [offer for offer in self._of_gpu(op, key, gpu, sm_count) if offer[1].shared_bytes <= limit]
+        if found:
+            return found
+        others = self._siblings.get(gpu)
+        if others is None:
+            if self._gpus is None:
+                self._gpus = [source.gpus() for source in self.sources]
+            others = self._siblings[gpu] = siblings(gpu, {g for gpus in self._gpus for g in gpus})
+        return [
+            ("sibling", row, other, source, distance)
+            for other in others
+            for _, row, _, source, distance in self._of_gpu(op, key, other, sm_count)
+            if row.shared_bytes <= limit
+        ]
+
+    def _of_gpu(self, op: str, key: Mapping[str, Any], gpu: str, sm_count: int) -> list[_Offer]:
+        tables = self._present.get((gpu, op))
+        if tables is None:
+            tables = [(s.name, t) for i, s in enumerate(self.sources) if (t := self.table(i, gpu, op))]
+            self._present[gpu, op] = tables
+        offers: list[_Offer] = []
         exact: list[Row] = []
         for name, table in tables:
             exact = table.exact(key)
             if exact:
                 for row in exact:
                     if row.rank <= 1 or row.us < row.default_us:  # slower ones are there for their neighbours
-                        yield Answer("exact", row, gpu, name, 0.0)
+                        offers.append(("exact", row, gpu, name, 0.0))
                 break
         scaled = [(us, i, d, row) for i, (_, table) in enumerate(tables) for us, d, row in table.scaled(key, sm_count)]
         if len(tables) > 1:
             scaled.sort(key=lambda s: s[:2])
         for _, i, distance, row in scaled:
             if distance or not exact:  # at distance 0 these are the exact rows again
-                yield Answer("nearest", row, gpu, tables[i][0], distance)
-        if scaled:
-            return
+                offers.append(("nearest", row, gpu, tables[i][0], distance))
+        if scaled or not tables:
+            return offers
         near = [(d, i, block) for i, (_, table) in enumerate(tables) for d, block in table.nearest(key)]
         if len(tables) > 1:
             near.sort(key=lambda n: n[:2])
         for distance, i, block in near:
             if block is not exact and distance <= NEAR_LIMIT:
-                for row in block:
-                    yield Answer("nearest", row, gpu, tables[i][0], distance)
+                offers += [("nearest", row, gpu, tables[i][0], distance) for row in block]
+        return offers
 
     def table(self, source: int, gpu: str, op: str) -> Table | None:
         """The parsed table of one source, None if it has none. A file that cannot be parsed is a miss, said once."""

@@ -7,6 +7,7 @@ operands. So of the neighbours' configs that one is taken whose tiles fit the ne
 is closest. The constants were fitted to trials of an H200; docs/database.md says how well, and how much they matter.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ SPLIT_US_PER_OUTPUT = 16 / 4.2e6  # fp32 partial sums of a split K, written and 
 FULL_RATE = 1.0  # share of the fastest row's elements per microsecond that other shapes reach too
 DOUBT = 0.08  # an estimate from a shape twice as large in one size counts as so much slower
 
+_MS_HELD = 64  # token counts whose neighbours are kept at hand
 _OTHER = ("T", "R", "E", "H", "I", "top_k")
 
 
@@ -66,28 +68,78 @@ def full_rate(rows: Iterable[Row]) -> float:
     return max(rates, default=0.0)
 
 
+class Products:
+    """The recorded shapes of products with equal flags, laid out for being asked about others.
+
+    shapes: (log2 of N, log2 of K, log2 of each M, tiles of each M), M rising.
+    """
+
+    def __init__(self, rate: float, shapes: Sequence[tuple[float, float, list[float], list[list[Tile]]]]) -> None:
+        self.rate = rate
+        self._shapes = shapes
+        self._by_m: dict[float, list[tuple[float, float, list[tuple[float, int, list[Tile]]]]]] = {}
+
+    def near(self, m: float, n: float, k: float, limit: float, count: int) -> list[tuple[float, int, list[Tile]]]:
+        """(distance, position, tiles) of the `count` recorded shapes closest to these logarithms, none beyond `limit`.
+
+        Of each (N, K) the recorded M that is equal or the next larger one, and those on both sides of it, count.
+        """
+        shapes = self._by_m.get(m)
+        if shapes is None:
+            shapes = self._around(m)
+        found = []
+        for log_n, log_k, around in shapes:
+            base = abs(log_n - n) + abs(log_k - k)
+            if base <= limit:
+                for gap, position, tiles in around:
+                    if base + gap <= limit:
+                        found.append((base + gap, position, tiles))
+        found.sort()  # positions are unique: tiles are never compared
+        return found[:count]
+
+    def _around(self, m: float) -> list[tuple[float, float, list[tuple[float, int, list[Tile]]]]]:
+        shapes, position = [], 0
+        for log_n, log_k, ms, tiles in self._shapes:
+            at, around = bisect_left(ms, m), []
+            for i in (at - 1, at, at + 1):
+                if 0 <= i < len(ms):
+                    around.append((abs(ms[i] - m), position, tiles[i]))
+                    position += 1
+            shapes.append((log_n, log_k, around))
+        if len(self._by_m) >= _MS_HELD:
+            self._by_m.clear()
+        self._by_m[m] = shapes
+        return shapes
+
+
 def expected(
-    near: Sequence[tuple[float, Sequence[Tile]]], m: int, n: int, k: int, sm_count: int, rate: float
+    near: Iterable[tuple[float, int, Sequence[Tile]]], m: int, n: int, k: int, sm_count: int, rate: float
 ) -> list[tuple[float, int, float, Row]]:
     """(microseconds at M, N, K, position, distance, row) of each config, the fastest expected first.
 
-    near: (distance, tiles) of recorded shapes, the closest first; a config counts where it is met first.
+    near: (distance, position, tiles) of recorded shapes, the closest first; a config counts where it is met first.
     """
     floor = FULL_RATE * elements(m, n, k) / rate if rate else 0.0
-    outputs, too_tall = m * n, max(2 * m, 17)  # half of such a tile's rows would be empty
+    per_split = m * n * SPLIT_US_PER_OUTPUT
+    too_tall = max(2 * m, 17)  # half of such a tile's rows would be empty
     seen: set[Any] = set()
     found: list[tuple[float, int, float, Row]] = []
-    for distance, tiles in near:
+    for distance, _, tiles in near:
         doubt = 1 + DOUBT * distance
         for name, block_m, block_n, block_k, split, moving, row in tiles:
-            if name in seen or block_m >= too_tall:
+            if block_m >= too_tall or name in seen:
                 continue
             seen.add(name)
-            items = -(-m // block_m) * -(-n // block_n) * split
-            us = moving * -(-items // sm_count) * max(-(-k // block_k) / split, 1.0)
-            us = (us if us > floor else floor) + LAUNCH_US
+            # waves times steps; x // -y rounds away from zero
+            us = moving * -((m // -block_m) * (n // -block_n) * split // -sm_count)
             if split > 1:
-                us += split * outputs * SPLIT_US_PER_OUTPUT
+                steps = -(k // -block_k) / split
+                if steps > 1:
+                    us *= steps
+                us = (us if us > floor else floor) + LAUNCH_US + split * per_split
+            else:
+                us *= -(k // -block_k) or 1
+                us = (us if us > floor else floor) + LAUNCH_US
             found.append((us * doubt, len(found), distance, row))
     found.sort()
     return found

@@ -9,6 +9,7 @@ FPK_AUTOTUNE_DB names, the user's directory, the packaged tables.
 import contextlib
 import datetime
 import os
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -83,7 +84,7 @@ M_GRID = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65
 
 def bucket(m: int) -> int:
     """M rounded up onto the key grid; beyond the grid, its last value."""
-    return next((g for g in M_GRID if m <= g), M_GRID[-1])
+    return M_GRID[min(bisect_left(M_GRID, m), len(M_GRID) - 1)]
 
 
 class Database(Protocol):

@@ -45,6 +45,9 @@ class Device:
     memory: int = 0
     mig: str = ""
 
+    def __hash__(self) -> int:  # look-ups hash it, and few devices share an architecture
+        return hash(self.arch)
+
     @property
     def id(self) -> str:
         """Name in the autotune database: vendor, product, arch, SM count, MIG slice (`nv-h200-sm90-132`)."""

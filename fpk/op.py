@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fpk import db
 from fpk._dispatch import dispatcher, refuse_grad
+from fpk._space import Space
 from fpk.check import expect_inner_contiguous, expect_near, expect_same_device
 from fpk.db import Config
 from fpk.device import INTERPRETING, Device, of
@@ -29,6 +30,7 @@ LAUNCH_OPTIONS = frozenset(
 )
 
 _MEMO_LIMIT = 16_384
+_SIZES = frozenset(db.SIZES)
 FIXED_BATCH = 64  # the batch that configs are chosen for in batch-invariant mode
 # what ops whose results may depend on the config call their tensors with a row for each row of the batch
 _BATCHED = frozenset(
@@ -100,6 +102,7 @@ class Op(Generic[P, R]):
         self._names = set(self._parameters)
         self._defaults = {n: p.default for n, p in self.__signature__.parameters.items() if p.default is not p.empty}
         self._memo: dict[Any, Any] = {}
+        self._spaces: dict[Any, Space] = {}  # by device and the key's flags
         if list(inspect.signature(self.reference).parameters) != self._parameters:
             raise TypeError(f"{self.name}: reference and launcher take different arguments")
         interactive = self.launcher.__module__ == "__main__"  # a notebook cell that runs again replaces its op
@@ -184,39 +187,24 @@ class Op(Generic[P, R]):
         device = self._device(bound)
         database = db.active()
         asked = self._at_fixed_batch(bound) if isinstance(database, db.BatchInvariant) else bound
-        for config in database.candidates(self.name, self.key(**asked), device):
-            if self.is_sound(config, asked) and self.is_legal(config, bound, device):
-                return config
+        key = self.key(**asked)
+        found = database.candidates(self.name, key, device)
+        if found:
+            flags = (device, *[v for n, v in key.items() if n not in _SIZES])
+            space = self._spaces.get(flags)
+            if space is None:
+                space = self._spaces[flags] = Space()
+            for config in found:
+                if space.has(config, self.configs, asked) and self.is_legal(config, bound, device):
+                    return config
         for config in self.configs(**asked):
             if self.is_legal(config, bound, device):
                 return config
         raise NotImplementedError(f"{self.name}: no config of it is legal for these arguments on {device.arch}")
 
     def is_sound(self, config: Config, bound: dict[str, Any]) -> bool:
-        """Could this config of a table be a candidate's? Tables are files: what is damaged there is passed over.
-
-        The fields and types of some candidate for the same kernel; sizes of blocks and numbers of warps powers of two,
-        or a candidate's own; no number far from those of the candidates. A split or a grid of 0 would write nothing,
-        and a ring of one buffer waits for itself.
-        """
-        kernel, fields = config.get("kernel"), {n: type(v) for n, v in config.items()}
-        like = [
-            c
-            for c in self.configs(**bound)
-            if c.get("kernel") == kernel and {n: type(v) for n, v in c.items()} == fields
-        ]
-        if not like:
-            return False
-        for name, value in config.items():
-            known = [c[name] for c in like]
-            if type(value) is not int or value in known:
-                continue
-            least = min(16, *known) if name.startswith("BLOCK") else min(2, *known) if name == "STAGES" else 1
-            if not least <= value <= 16 * max(known):
-                return False
-            if name.startswith(("BLOCK", "num_warps")) and value & (value - 1):
-                return False
-        return True
+        """Could this config of a table be a candidate's? Tables are files: what is damaged there is passed over."""
+        return Space().has(config, self.configs, bound)
 
     def _at_fixed_batch(self, bound: dict[str, Any]) -> dict[str, Any]:
         """The arguments as they would be in a batch of FIXED_BATCH rows, if configs matter to results."""

@@ -51,7 +51,7 @@ LAYERS = {
 }
 # private modules that serve one layer only
 PRIVATE = {
-    "_db_": "db", "_dispatch": "op",
+    "_db_": "db", "_dispatch": "op", "_space": "op",
     "cli_": "cli", "__main__": "cli", "_moe": "api", "_pairs": "api", "_shuffled": "api",
     "_report": "report", "_linear": "nn",
     "_calibration": "nn", "_saving": "nn", "checkpoint": "nn", "_experts": "nn", "hf": "nn",
