@@ -3,6 +3,7 @@
 Python's matcher tries one way after the other, and an expression such as `(a+)+b` has exponentially many. Whatever may
 be slow that way is followed here along all ways at once: from a set of places in the text to the set of places where a
 part of the expression can end. Which way was taken does not matter to somebody who only asks whether a name matches.
+What looks ahead is asked once for each place, and a name that needs more than STEPS is refused.
 """
 
 import functools
@@ -13,7 +14,10 @@ from typing import Any
 
 Places = frozenset[int]
 LONGEST, DEEPEST = 2000, 10  # characters of an expression, and parts inside of each other
-FEW = 3  # ways part so often in an expression that is left to Python: at most the cube of a name's length
+# Where ways part FEW times, and never inside of a repetition, Python's matcher tries at most the cube of a name's
+# length, times the alternatives; names of up to NAME characters keep that below a second.
+FEW, NAME = 3, 300
+STEPS = 500_000  # places looked at for one name; expressions of real checkpoints need some hundreds
 
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
 
@@ -23,12 +27,25 @@ def expression(what: str, text: str) -> Callable[[str], bool]:
 
     Raises:
         ValueError: naming `what`; not a regular expression, too long, or with what needs to know the way that a match
-            took (references to groups, atomic groups, possessive repeats) where ways are many.
+            took (references to groups, atomic groups, possessive repeats) where ways are many. The answer raises it for
+            a name that needs too many steps.
     """
     try:
-        return _matcher(text)
+        match = _matcher(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"{what}: expected a regular expression, got {'re:' + text!r:.80} ({error})") from error
+        raise _refused(what, text, error) from error
+
+    def matches(name: str) -> bool:
+        try:
+            return match(name)
+        except (re.error, RecursionError) as error:
+            raise _refused(what, text, error) from error
+
+    return matches
+
+
+def _refused(what: str, text: str, error: Exception) -> ValueError:
+    return ValueError(f"{what}: expected a regular expression, got {'re:' + text!r:.80} ({error})")
 
 
 @functools.lru_cache(1024)
@@ -39,10 +56,27 @@ def _matcher(text: str) -> Callable[[str], bool]:
     partings = list(_partings(parsed, inside=False, depth=0))
     if len(partings) <= FEW and not any(partings):
         python = re.compile(text)
-        return lambda name: python.match(name) is not None
-    match = _sequence(parsed)
-    match("", frozenset([0]))  # says at once what it cannot follow
-    return lambda name: bool(match(name, frozenset([0])))
+        return lambda name: python.match(name) is not None if len(name) <= NAME else _followed(text)(name)
+    return _followed(text)
+
+
+@functools.lru_cache(1024)
+def _followed(text: str) -> Callable[[str], bool]:
+    match = _sequence(_parser.parse(text))
+    return lambda name: bool(match(_Name(name), frozenset([0])))
+
+
+class _Name:
+    """A name on its way through an expression: what was found to lie ahead of its places, and the steps left."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.left = text, STEPS
+        self.ahead: dict[tuple[int, int], bool] = {}  # by assertion and place
+
+    def spend(self, steps: int) -> None:
+        self.left -= steps
+        if self.left < 0:
+            raise re.error(f"more than {STEPS} steps for a name of {len(self.text)} characters")
 
 
 def _partings(parsed: Any, inside: bool, depth: int) -> Iterator[bool]:
@@ -69,17 +103,17 @@ def _parts(argument: Any) -> Iterator[Any]:
             yield from _parts(inner)
 
 
-Step = Callable[[str, Places], Places]
+Step = Callable[[_Name, Places], Places]
 
 
 def _sequence(parsed: Any) -> Step:
     steps = [_step(parsed.state, code, argument) for code, argument in parsed]
 
-    def match(text: str, places: Places) -> Places:
+    def match(name: _Name, places: Places) -> Places:
         for step in steps:
             if not places:
                 break
-            places = step(text, places)
+            places = step(name, places)
         return places
 
     return match
@@ -94,29 +128,38 @@ def _step(state: Any, code: Any, argument: Any) -> Step:
         return _sequence(argument[3])
     if code is _constants.BRANCH:
         ways = [_sequence(part) for part in argument[1]]
-        return lambda text, places: frozenset().union(*(way(text, places) for way in ways))
+        return lambda name, places: frozenset().union(*(way(name, places) for way in ways))
     if code in (_constants.ASSERT, _constants.ASSERT_NOT):
         return _assertion(argument[0], argument[1], code is _constants.ASSERT)
     if code in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN, _constants.AT):
-        one = _compiler.compile(_parser.SubPattern(state, [(code, argument)]), state.flags)
-        return lambda text, places: frozenset(m.end() for p in places if (m := one.match(text, p)))
+        return _character(_compiler.compile(_parser.SubPattern(state, [(code, argument)]), state.flags))
     raise re.error(f"{str(code).lower()} is not supported where it repeats or branches often")
 
 
+def _character(one: re.Pattern[str]) -> Step:
+    def match(name: _Name, places: Places) -> Places:
+        name.spend(len(places))
+        return frozenset(m.end() for p in places if (m := one.match(name.text, p)))
+
+    return match
+
+
 def _repeat(least: int, most: int, body: Step) -> Step:
-    def match(text: str, places: Places) -> Places:
+    def match(name: _Name, places: Places) -> Places:
         for _ in range(least):
-            following = body(text, places)
+            name.spend(1)
+            following = body(name, places)
             if following == places:
                 break
             places = following
-        reached = fresh = places
+        fresh, reached = places, set(places)
         for _ in range(least, most):  # ends when nothing new is reached, after the text's length at most
-            fresh = body(text, fresh) - reached
+            name.spend(1)
+            fresh = body(name, fresh) - reached
             if not fresh:
                 break
             reached |= fresh
-        return reached
+        return frozenset(reached)
 
     return match
 
@@ -126,6 +169,11 @@ def _assertion(direction: int, parsed: Any, wanted: bool) -> Step:
     back = low if direction < 0 else 0
     if direction < 0 and low != high:
         raise re.error("look-behind requires fixed-width pattern")
-    return lambda text, places: frozenset(
-        p for p in places if (p >= back and bool(match(text, frozenset([p - back])))) == wanted
-    )
+
+    def holds(name: _Name, place: int) -> bool:
+        key = (id(match), place)
+        if key not in name.ahead:  # nested ones would be asked for every pair of places, and so on
+            name.ahead[key] = place >= back and bool(match(name, frozenset([place - back])))
+        return name.ahead[key] == wanted
+
+    return lambda name, places: frozenset(p for p in places if holds(name, p))

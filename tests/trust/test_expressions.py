@@ -16,7 +16,7 @@ from fpk.methods.skip import is_layer_skipped
 
 SLOW = [  # a backtracking matcher takes ages to find that none of them matches
     "(a+)+b", "(a|a)*b", "((a*)*)*b", "(a|aa|aaa)+b", "a?" * 40 + "a" * 40 + "b", ".*" * 9 + "b", "a*(?!(a+)+c)b",
-    "((?=.*.*.*b)a)*b",
+    "((?=.*.*.*b)a)*b", ".*(?=" * 9 + "a" + ")" * 9 + "b", ".*(?!.*(?=" * 3 + "c" + "))" * 3 + "b",
     r"(?:\w+\w+)*b", "(?:(?:(?:a{9}){9}){9})*b", "((((a?){9}){9}){9}){9}b", "a*(?<=(?:a|a)(?:a|a))b",
 ]  # fmt: skip
 NAME = "a" * 60
@@ -56,6 +56,17 @@ def test_answers_are_pythons(few, monkeypatch):
             assert ours(name) == (python.match(name) is not None), (text, name)
             tried += 1
     _expressions._matcher.cache_clear()
+
+
+def test_long_names_are_not_left_to_python():
+    """Three parts that match anything: Python's matcher would need the cube of the length."""
+    start = time.process_time()
+    assert not expression("ignore", "a*a*a*b")("a" * 20_000)
+    assert time.process_time() - start < 1
+    with pytest.raises(
+        ValueError, match=r"^ignore: expected .* \(more than 500000 steps for a name of 90000 characters"
+    ):
+        expression("ignore", "a*a*a*a*a*a*b")("a" * 90_000)
 
 
 @pytest.mark.parametrize("text", SLOW)
