@@ -23,7 +23,10 @@ _OTHER = ("T", "R", "E", "H", "I", "top_k")
 
 
 class Tile(NamedTuple):
-    """A product's row taken apart; `moving` is microseconds a wave and step, `name` tells equal configs."""
+    """A product's row taken apart; `moving` is microseconds a wave and step, `name` tells equal configs.
+
+    split: parts of K; 0 where programs take even shares of all tiles' steps, whatever the waves.
+    """
 
     name: frozenset[tuple[str, Any]]
     block_m: int
@@ -39,8 +42,10 @@ def tile(row: Row, sm_count: int) -> Tile | None:
     key, config = row.key, row.config
     m, n, k = _count(key.get("M")), _count(key.get("N")), _count(key.get("K"))
     block_m, block_n = _count(config.get("BLOCK_M")), _count(config.get("BLOCK_N"))
-    block_k, split = _count(config.get("BLOCK_K", 1)), _count(config.get("SPLIT_K", 1))
-    if not (m and n and k and block_m and block_n and block_k and split and sm_count > 0 and row.us > 0):
+    block_k, parts = _count(config.get("BLOCK_K", 1)), config.get("SPLIT_K", 1)
+    split = _count(parts)
+    known = split or (type(parts) is int and parts == 0)
+    if not (m and n and k and block_m and block_n and block_k and known and sm_count > 0 and row.us > 0):
         return None
     if any(name in key for name in _OTHER):
         return None
@@ -131,6 +136,10 @@ def expected(
                 continue
             seen.add(name)
             # waves times steps; x // -y rounds away from zero
+            if split == 0:
+                us = moving * (m // -block_m) * (n // -block_n) * -(k // -block_k) / sm_count
+                found.append((((us if us > floor else floor) + LAUNCH_US) * doubt, len(found), distance, row))
+                continue
             us = moving * -((m // -block_m) * (n // -block_n) * split // -sm_count)
             if split > 1:
                 steps = -(k // -block_k) / split
@@ -147,6 +156,8 @@ def expected(
 
 def _work(one: Tile, m: int, n: int, k: int, sm_count: int) -> float:
     """Waves times steps."""
+    if one.split == 0:
+        return -(-m // one.block_m) * -(-n // one.block_n) * -(-k // one.block_k) / sm_count
     items = -(-m // one.block_m) * -(-n // one.block_n) * one.split
     return -(-items // sm_count) * max(-(-k // one.block_k) / one.split, 1.0)
 
