@@ -52,3 +52,16 @@ def test_no_column_is_refused(name):
     args = make(OPS[name], dict(M=3, N=5, K=0))
     with pytest.raises(ValueError, match=f"{name}.a: expected at least one element along dimension 1, got \\(3, 0\\)"):
         OPS[name](**args)
+
+
+@pytest.mark.parametrize("M", [1, 16, 64, 130])
+def test_only_the_scales_of_the_matrices_count(M, launches):
+    """Where a tile reaches over the edge of the weights, what lies behind the last scales is not taken for one."""
+    args = make(OP, dict(M=M, N=576, K=384))
+    for name in ("scale_a", "scale_b"):
+        scale = args[name]
+        around = torch.full((scale.shape[0] + 2, scale.shape[1]), float("nan"), device=scale.device)
+        around[1:-1] = scale
+        args[name] = around[1:-1]
+    assert_close(OP(**args), OP.reference(**args), OP.tolerance(OP.bind(**args)))
+    assert launches() > 0

@@ -48,6 +48,12 @@ def scale_b(sb_row, k, end, offset_k, stride_sbk, COLS: gl.constexpr, BLOCK_K: g
 
 
 @gluon.jit
+def block_row(column, N, offset_n, ROWS: gl.constexpr):
+    """Row of scale_b for the columns from `column` on, the last one's if a part of a tile lies beyond N."""
+    return (min(column, N - 1) + offset_n) // ROWS if ROWS > 0 else 0
+
+
+@gluon.jit
 def bias_of(bias_ptr, offs_n, N):
     return gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
 
@@ -86,7 +92,7 @@ def _consume(
             first_n = column
         mask_m = offs_m < M
         sa_rows = sa_ptr + offs_m.to(gl.int64) * stride_sam
-        sb_row = sb_ptr + ((first_n + offset_n) // ROWS if ROWS > 0 else 0) * stride_sbn.to(gl.int64)
+        sb_row = sb_ptr + block_row(first_n, N, offset_n, ROWS) * stride_sbn.to(gl.int64)
         acc = gl.zeros((ROWS_L, ROWS_R), gl.float32, layout)
         sa_0 = scales_a(sa_rows, mask_m, begin, end, stride_sak, GROUP, BLOCK_K)
         sa_1 = scales_a(sa_rows, mask_m, begin + 1, end, stride_sak, GROUP, BLOCK_K)
@@ -94,7 +100,7 @@ def _consume(
         sb_1 = scale_b(sb_row, begin + 1, end, offset_k, stride_sbk, COLS, BLOCK_K)
         if MORE > 0:
             acc_more = gl.zeros((ROWS_L, MORE), gl.float32, layout_more)
-            sb_row_more = sb_ptr + ((column_more + offset_n) // ROWS if ROWS > 0 else 0) * stride_sbn.to(gl.int64)
+            sb_row_more = sb_ptr + block_row(column_more, N, offset_n, ROWS) * stride_sbn.to(gl.int64)
             more_0 = scale_b(sb_row_more, begin, end, offset_k, stride_sbk, COLS, BLOCK_K)
             more_1 = scale_b(sb_row_more, begin + 1, end, offset_k, stride_sbk, COLS, BLOCK_K)
         for k in range(begin, end, 1 if MORE > 0 else 2):
