@@ -151,14 +151,15 @@ class Table:
         if shapes is None:
             shapes = [shape for kin in self._kin.get(_hard(flags), ()) for shape in self._shapes[kin]]
         ready = []
+        names: dict[Any, int] = {}  # numbers and plain tuples are what is cheapest to compare and to take apart
         for logs, ms, blocks in shapes:
             tiles = [[tile(row, self._sm_count or sm_count) for row in block] for block in blocks]
-            whole = [[t for t in block if t is not None] for block in tiles]
+            whole = [[(names.setdefault(t[0], len(names)), *t[1:]) for t in block if t is not None] for block in tiles]
             if list(map(len, whole)) != list(map(len, tiles)):
                 return None
             ready.append((*logs, ms, whole))
         rate = full_rate(row for _, _, blocks in shapes for block in blocks for row in block)
-        return Products(rate, ready) if rate else None  # type: ignore[arg-type]  # products' sizes are M, N and K
+        return Products(rate, ready) if rate else None  # type: ignore[arg-type]  # sizes but M are N and K; plain Tiles
 
     def exact(self, key: Mapping[str, Any]) -> list[Row]:
         return self._exact.get(frozenset(key.items()), [])
