@@ -197,6 +197,15 @@ def test_no_product_is_expected_to_move_more_than_the_fastest():
     assert expected / (1 + 0.08 * distance) == pytest.approx(4 + (16 * 32768 + 8192 * 32768 + 2 * 16 * 8192) / rate)
 
 
+def test_even_shares_of_k_know_no_waves():
+    """SPLIT_K 0: programs share all tiles' steps evenly, so that a tile more takes little more."""
+    table = db.Table([product_row(512, 4096, 4096, 20.0, SPLIT_K=0)], 132)
+    for n, k in ((5440, 4096), (4096, 5440), (4160, 4096)):
+        ((expected, distance, _),) = table.scaled(dict(M=512, N=n, K=k, dtype="x"), 132)
+        work = -(-n // 128) * -(-k // 128) / 32**2
+        assert expected / (1 + 0.08 * distance) == pytest.approx(4 + 16 * work)
+
+
 def test_slower_tiles_answer_neighbours_and_not_their_own_key():
     best, other = product_row(512, 4224, 4096, 20.0), product_row(512, 4224, 4096, 25.0, rank=2, BLOCK_N=64)
     tables = db.Tables(source(best, dataclasses.replace(other, default_us=22.0)))
