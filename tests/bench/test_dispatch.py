@@ -7,12 +7,15 @@ import torch
 
 import fpk
 from fpk import db
-from fpk.device import Device
+from fpk.device import Device, pretend
+from fpk.tune.arguments import outline
 
 H200 = Device("sm90", "NVIDIA H200", "nv", 132)
 # Units are a keyword-passing, dictionary-merging Python call, 1.2 us on the two-core machine where the dispatch of four
 # tensors took 12 us and a cold look-up 14 us (2026-11-29). 15 us and 20 us are 12 and 17 units; twice that fails.
 MOST_UNITS, MOST_UNITS_COLD = 25, 34
+# Arguments to config of a product, with rows that must be sound and legal: 23 units
+MOST_UNITS_PRODUCT = 46
 # A memo hit, its key included, takes 0.8 units or 1 us with four tensors
 MOST_UNITS_HIT = 1.6
 
@@ -98,6 +101,26 @@ def test_a_cold_lookup_is_cheap():
     per_lookup = seconds(cold, calls=1) / len(keys)
     print(f"a cold look-up costs {per_lookup * 1e6:.1f} us, {per_lookup / unit():.1f} plain calls")
     assert per_lookup / unit() <= MOST_UNITS_COLD
+
+
+def test_a_cold_lookup_of_a_product_is_cheap():
+    """Arguments to config with the shipped table, nothing memoised, rows' soundness and legality included."""
+    op = fpk.OPS["scaled_mm"]
+    tables = db.Tables(db.DirectorySource(db.packaged_directory()))
+    with pretend(H200), db.use(tables):
+        bounds = [outline(op, dict(M=m, N=n, K=k)) for m in (24, 300) for n in (3072, 5120) for k in (2304, 3584, 6144)]
+        configs = [op._choose(bound) for bound in bounds]
+        assert all(tables.candidates("scaled_mm", op.key(**bound), H200) for bound in bounds)
+
+        def cold():
+            tables._memo.clear()
+            for bound in bounds:
+                op._choose(bound)
+
+        per_lookup = seconds(cold, calls=1) / len(bounds)
+        assert [op._choose(bound) for bound in bounds] == configs
+    print(f"a cold look-up of a product costs {per_lookup * 1e6:.1f} us, {per_lookup / unit():.1f} plain calls")
+    assert per_lookup / unit() <= MOST_UNITS_PRODUCT
 
 
 @pytest.mark.bench
