@@ -8,7 +8,8 @@ unit; scales are applied in fp32 to sums, never to weights that would be rounded
 Kernels: `tile`, K in steps that lie inside one group of columns (SWAP puts the weights on the matrix instruction's
 64-row side, for few tokens); `split`, the same with K divided over programs and an ordered reduction; `segment`, steps
 of any length, for groups that no tile divides; `warps` and `direct` (sm90, Gluon), persistent, some warps load, others
-decode and multiply from registers, with and without columns renamed.
+decode and multiply from registers, with and without columns renamed; `shares` (sm90, Gluon), the same with equal shares
+of K for every program and 64 rows of weights for four warps.
 
 Source: W8A16 inference (what vLLM serves through Marlin).
 """
@@ -37,6 +38,7 @@ from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import after_previous, decode_fp8, tile_of
 from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
 from fpk.kernels.gemm._gluon_weight import weight_warps_kernel
+from fpk.kernels.gemm._gluon_weight_shares import weight_shares_kernel
 from fpk.kernels.gemm._mm import (
     accumulate,
     dependent,
@@ -53,6 +55,7 @@ from fpk.kernels.gemm._mm import (
     tile_space,
 )
 from fpk.kernels.gemm._warps_space import weight_only_configs
+from fpk.kernels.gemm._weight_shares import LAUNCHER_FIELDS, launch_shares, shares_fit
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, scales, strided
 from fpk.shapes import linear_cases
@@ -197,6 +200,8 @@ def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, cols: int, out_dtype: torch.dtype | None,
     **_: Any,
 ) -> bool:  # fmt: skip
+    if config["kernel"] == "shares":
+        return shares_fit(config, device, a, b, scale_b, cols, out_dtype or a.dtype)
     # a step must lie inside one group of columns
     if config["kernel"] != "segment" and 0 < cols < a.shape[1] and cols % config["BLOCK_K"] != 0:
         return False
@@ -269,8 +274,10 @@ def inputs(
         segment=Kernel(_weight_only_kernel, matrix=True),
         **{name: Kernel(weight_warps_kernel, targets=("sm90",), interpretable=False, matrix=True)
            for name in ("warps", "direct")},
+        shares=Kernel(weight_shares_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
-    configs=configs, legal=legal, key=key, cost=cost, cases=linear_cases(),
+    configs=configs, launcher_fields=LAUNCHER_FIELDS, legal=legal, key=key, cost=cost,
+    cases=linear_cases(),
 )  # fmt: skip
 def mm_weight_only(
     a: Tensor, b: Tensor, scale_b: Tensor, rows: int = 1, cols: int = -1, bias: Tensor | None = None,
@@ -299,6 +306,9 @@ def mm_weight_only(
         return out
     fmt = FP8.get(b.dtype)
     integers = fmt is not None and not of(a.device).has_fp8_conversion(fmt.name)
+    if config["kernel"] == "shares":
+        launch_shares(of(a.device), a, b, scale_b, rows, bias, out, config)
+        return out
     config = dict(config)
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     parts = parts_buffer(out, split, torch.float32)
