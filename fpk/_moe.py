@@ -27,7 +27,7 @@ from fpk._shuffled import Shuffled
 from fpk.api import Quantized, quantize
 from fpk.check import expect_dtype, expect_rank, expect_shape, fp8_dtype
 from fpk.formats import FP8, INT8, Scheme, scheme_of
-from fpk.op import OPS
+from fpk.op import FIXED_BATCH, OPS, batch_must_not_matter
 
 __all__ = ["moe", "moe_experts"]
 
@@ -195,7 +195,7 @@ def moe_experts(
     inputs = [static.of_rows(offs, T * top_k) for static in inputs]
     on_input = weights if apply_router_weight_on_input else None
     product = dict(offs=offs, out_dtype=dtype, fast_accum=fast_accum)
-    if on_input is None and _gathers(x, scheme, w13, inputs[0], T * top_k):
+    if on_input is None and gathers(x, scheme, w13, inputs[0], top_k):
         rows = x if scheme is None or isinstance(x, Quantized) else _quantized(x, None, scheme, w13, inputs[0])
         hidden = _product(rows, w13, bias13, colsum13, **product, gather=index, top_k=top_k)
     else:
@@ -209,12 +209,13 @@ def moe_experts(
     )  # fmt: skip
 
 
-def _gathers(x: Weight, scheme: Scheme | None, weight: Experts, static: Static, rows: int) -> bool:
+def gathers(x: Weight, scheme: Scheme | None, weight: Experts, static: Static, top_k: int) -> bool:
     """Does the first product gather its tokens itself, instead of getting them in order?
 
     That saves a launch and a copy, but loading scattered rows costs time in every tile of columns, more so where scales
-    come with them. Measured on an H200.
+    come with them. Measured on an H200. Configs differ with it, so where the batch must not matter it does not here.
     """
+    rows = top_k * (FIXED_BATCH if batch_must_not_matter() else codes_of(x).shape[0])
     if isinstance(weight, Shuffled) or (isinstance(weight, Quantized) and reads_packed(x, weight)):
         return False
     if static.by_row:

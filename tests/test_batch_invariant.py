@@ -8,12 +8,19 @@ import torch
 
 import fpk
 from fpk import db
+from fpk._moe import gathers
+from fpk._moe_checks import Static
 from fpk.check import bits
 from fpk.device import pretend
+from fpk.formats import scheme_of
 from fpk.op import _BATCHED, OPS
 from fpk.tune.arguments import outline
 
-CHOOSY = [op for op in OPS.values() if op.tol != 0.0 and not op.name.startswith("act_and_mul")]
+CHOOSY = [
+    op
+    for op in OPS.values()
+    if op.tol != 0.0 and not op.name.startswith("act_and_mul") and op.name != "moe_token"  # takes one token, never more
+]
 SIZES = (1, 16, 100, 4096)
 
 
@@ -83,6 +90,23 @@ def test_a_token_of_a_layer_of_experts(act, device):
         whole = fpk.moe(x, logits, w13, w2, top_k=2, act=act)
         for rows in (slice(0, 1), slice(4, 21)):
             assert torch.equal(fpk.moe(x[rows], logits[rows], w13, w2, top_k=2, act=act), whole[rows])
+
+
+@pytest.mark.parametrize(
+    "shape, act", [((2, 4104, 16), "none"), ((2, 4104, 16), "fp8_token"), ((4, 256, 128), "fp8_group128")]
+)
+def test_the_steps_of_a_layer_are_the_same_for_every_batch(shape, act):
+    """Whether the first product gathers its tokens depends on their number; configs follow it, and so do bits."""
+    weight = torch.zeros(shape).bfloat16()
+    if act != "none":
+        weight = fpk.quantize(weight, "fp8_channel" if act == "fp8_token" else "fp8_block128")
+    scheme, seen = None if act == "none" else scheme_of(act), {False: set(), True: set()}
+    for invariant in seen:
+        with fpk.batch_invariant(invariant):
+            for tokens in (1, 16, 4096):
+                x = torch.empty((tokens, shape[2]), dtype=torch.bfloat16, device="meta")
+                seen[invariant].add(gathers(x, scheme, weight, Static(None, None), 2))
+    assert len(seen[True]) == 1 and len(seen[False]) == 2
 
 
 def test_it_is_of_a_context_and_keeps_the_database():
