@@ -2,8 +2,9 @@
 
 A call's config is memoised by everything that its checks and its choice read: metadata of every tensor, the other
 arguments, the database. Two entries find it. The full one is a flat tuple of all of that; building it takes some 0.4 us
-a tensor. The quick one is filed under an address and a size, and torch's own guard (which `torch.compile` runs before
-every call, in C++) tells in one call whether all tensors are again what they were.
+a tensor. The quick one is filed under a number made of an address and a size, and torch's own guard (which
+`torch.compile` runs before every call, in C++) tells in one call whether all tensors are again what they were. It does
+not see addresses, so that alignment is asked by itself, of those tensors alone that it may matter for.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["dispatcher", "refuse_grad"]
 
+# Arguments of whose addresses choices read at most whether they are multiples of four bytes: of words they always are
+_NATURAL = ("scale", "zero_point", "global_scale")
+
 
 def dispatcher(op: "Op[..., Any]") -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(look_up, run) of an op: `look_up` takes its arguments and gives the config, `run` also launches."""
@@ -46,26 +50,34 @@ def dispatcher(op: "Op[..., Any]") -> tuple[Callable[..., Any], Callable[..., An
     signature = ", ".join(n if n not in op._defaults else f"{n}=defaults[{n!r}]" for n in parameters)
     named = ", ".join(f"{n}={n}" for n in parameters)
     first = required[0] if required else None
-    # a weight's address tells layers apart, and the first tensor's size how many tokens came
-    address = required[1] if len(required) > 1 else first
+    # a weight's address tells layers apart, and the first tensor's size how many tokens came; the guard tells the rest
+    weight = required[1] if len(required) > 1 else None
+    here = f"{weight}.data_ptr() ^ {first}.numel()" if weight else f"({', '.join([f'{first}.numel()', *others])},)"
     plain = " and ".join(f"{n} is None" for n in optional) or "True"
-    aligned = " | ".join(f"{n}.data_ptr()" if n != address else "at" for n in required)
-    filed = ", ".join([*(["at"] if len(required) > 1 else []), f"{first}.numel()", *others])
+    read = [n for n in required if n != weight and not n.startswith(_NATURAL)]
+    rest = [n for n in required if n != weight and n.startswith(_NATURAL)]
+    aligned = " | ".join(f"{n}.data_ptr()" for n in read) or "0"
+    if rest:
+        aligned = f"({aligned} if natural else {' | '.join(f'{n}.data_ptr()' for n in read + rest)})"
+    alike = f"({''.join(n + ', ' for n in others)})" if weight else "()"
+    compared = f" and alike == {alike}" if alike != "()" else ""
     quick = f"""
     here = None
     if {plain}:
-        at = {address}.data_ptr()
-        here = ({filed},)
+        here = {here}
         entry = memo.get(here)
         if entry is not None:
-            same, database, invariant, scope, config = entry
-            if (same({", ".join(required)}) and not ({aligned}) & 15
+            same, alike, natural, database, invariant, scope, config = entry
+            if (same({", ".join(required)}){compared} and not {aligned} & 15
                     and database is in_use() and invariant is is_invariant() and scope is pretended()):
                 return config  # the guard has seen requires_grad, too
 """
     remember = f"""
-    if here is not None and not ({aligned}) & 15 and not ({grad}):
-        op._remember(here, (guard(({", ".join(required)},)), in_use(), is_invariant(), pretended(), config))
+    if here is not None and not ({grad}):
+        natural = {" and ".join(f"{n}.itemsize >= 4" for n in rest) or "True"}
+        if not {aligned} & 15:
+            same = guard(({", ".join(required)},))
+            op._remember(here, (same, {alike}, natural, in_use(), is_invariant(), pretended(), config))
 """
     if TensorGuards is None or not required:
         quick = remember = ""

@@ -5,7 +5,9 @@ import torch
 
 import fpk
 from fpk import _dispatch, db
+from fpk.device import pretend
 from fpk.op import OPS
+from fpk.tune.arguments import outline
 
 CODES = torch.float8_e4m3fn
 
@@ -113,6 +115,46 @@ def test_a_hit_does_not_let_a_gradient_pass(misses):
         look_up(a, b, sa, sb)
     with pytest.raises(ValueError, match=r"scaled_mm\.scale_b: expected a tensor that needs no gradient"):
         look_up(a, b, sa, sb)
+
+
+WORDS = [
+    (name, argument)
+    for name, op in sorted(OPS.items())
+    for argument in op._parameters
+    if argument.startswith(_dispatch._NATURAL)
+]
+
+
+@pytest.mark.parametrize("name, argument", WORDS, ids="-".join)
+def test_addresses_of_scales_that_are_words_do_not_matter(name, argument, monkeypatch):
+    """A hit does not ask for them: beyond the four bytes that words are aligned to, no choice may read them."""
+    op = OPS[name]
+    with pretend("sm90") as device:
+        bound = outline(op, next(iter(op.cases.values())))
+        tensor = bound[argument]
+        if not isinstance(tensor, torch.Tensor) or tensor.itemsize < 4:
+            return
+
+        def chosen(address):
+            monkeypatch.setattr(torch.Tensor, "data_ptr", lambda t: address if t is tensor else 1024)
+            op._validate(bound)
+            return op.key(**bound), [(c, op.is_legal(c, bound, device)) for c in op.configs(**bound)]
+
+        assert chosen(1024) == chosen(1028)
+
+
+def test_scales_of_bytes_may_lie_anywhere(monkeypatch):
+    """e8m0 scales that begin between words are another call."""
+    op, seen = OPS["scaled_mm_group"], []
+    miss = op._miss
+    monkeypatch.setattr(op, "_miss", lambda key, bound: seen.append(key) or miss(key, bound))
+    op._memo.clear()
+    a, b = (torch.zeros(rows, 256).to(CODES) for rows in (16, 128))
+    scale_b, buffer = torch.full((1, 2), 127, dtype=torch.uint8), torch.full((48,), 127, dtype=torch.uint8)
+    for at in (0, 1, 0, 1):
+        op.look_up(a, b, buffer[at : at + 32].view(16, 2), scale_b)
+    op._memo.clear()
+    assert len(seen) == 2
 
 
 def test_the_memo_is_bounded(monkeypatch):
