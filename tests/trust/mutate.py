@@ -51,7 +51,7 @@ from trust.mutations import Mutation, mutated, mutations
 
 COLUMNS = ("module", "function", "rule", "old", "new", "number", "verdict", "by", "reason")
 EXAMPLES = 25
-USERS = 3  # ops whose laws a shared function has to pass
+USERS = 6  # ops whose laws a shared function has to pass
 SECONDS = 90  # of processor time for one op's laws
 TESTS = Path(__file__).parents[1]
 FAMILIES = {
@@ -73,18 +73,18 @@ def jitted() -> dict[tuple[str, str], InterpretedFunction]:
     return found
 
 
-def reached(op: Op) -> set[tuple[str, str]]:
-    """Jitted functions that the op's launcher can come to where the interpreter runs it."""
+def reached(op: Op) -> dict[tuple[str, str], int]:
+    """Jitted functions that the op's launcher can come to where the interpreter runs it, and over how many others."""
     elsewhere = [k.fn for k in op.kernels.values() if not k.interpretable]
     seen = {id(fn) for fn in elsewhere} | {id(getattr(fn, "fn", None)) for fn in elsewhere}
-    found: set[tuple[str, str]] = set()
-    waiting: list = [op.launcher, *(k.fn for k in op.kernels.values())]
+    found: dict[tuple[str, str], int] = {}
+    waiting: list = [(value, 0) for value in (op.launcher, *(k.fn for k in op.kernels.values()))]
     while waiting:
-        value = waiting.pop()
+        value, steps = waiting.pop(0)
         if id(value) in seen:
             continue
         if isinstance(value, InterpretedFunction):
-            found.add((value.fn.__module__, value.fn.__name__))
+            found.setdefault((value.fn.__module__, value.fn.__name__), steps)
             value = value.fn
         function = getattr(value, "__wrapped__", value)
         if not isinstance(function, types.FunctionType) or id(function) in seen:
@@ -97,22 +97,25 @@ def reached(op: Op) -> set[tuple[str, str]]:
             codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
         names = {n for code in codes for n in code.co_names}
         for value in (function.__globals__.get(n) for n in names):
-            waiting += value.values() if isinstance(value, dict) else [value]
+            waiting += [(v, steps + 1) for v in (value.values() if isinstance(value, dict) else [value])]
     return found
 
 
 def users() -> dict[tuple[str, str], list[Op]]:
-    """Up to USERS ops that use each function, its own first."""
+    """Up to USERS ops that use each function: its own first, then those whose kernels call it themselves."""
     found: dict[tuple[str, str], list[Op]] = {key: [] for key in jitted()}
+    steps: dict[tuple[str, tuple[str, str]], int] = {}
     for op in OPS.values():
-        for key in reached(op):
+        for key, distance in reached(op).items():
             found[key].append(op)
-    for (module, _), ops in found.items():
+            steps[op.name, key] = distance
+    for (module, function), ops in found.items():
         taken: dict[str, int] = {}  # families take turns
         for op in sorted(ops, key=lambda op: op.name):
             family = op.launcher.__module__.split(".")[2]
             taken[op.name] = sum(o.launcher.__module__.split(".")[2] == family for o in ops if o.name in taken)
-        ops.sort(key=lambda op: (op.launcher.__module__ != module, taken[op.name], op.name))
+        key = module, function
+        ops.sort(key=lambda op: (op.launcher.__module__ != module, steps[op.name, key], taken[op.name], op.name))
         del ops[USERS:]
     return found
 

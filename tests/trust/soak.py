@@ -8,13 +8,14 @@ Exits 1 if something is wrong.
 """
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from trust.on_gpu import arguments, tensors
 
 THREADS, DEPTH = 4, 100  # DEPTH: calls that a stream may be behind
 PREPARING = 0.5  # of the time
+SLICE = 5.0  # seconds of work at a stretch
 
 
 def copied(args: dict[str, Any]) -> dict[str, Any]:
@@ -72,77 +74,144 @@ class Work:
         return self.kept
 
 
+class Soak:
+    """Ops at random on every thread, each on a stream, half of the calls as replays of a graph.
+
+    `turn` is entered around everything that runs on the GPU: somebody else may want it in between.
+    """
+
+    def __init__(self, turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext) -> None:
+        self.turn = turn
+        self.ready: list[str] = []
+        self.first: list[list[Tensor]] = []
+        self.shares: list[list[Work]] = [[] for _ in range(THREADS)]
+        self.failures: list[str] = []
+        self.active = 0.0  # seconds
+
+    def prepare(self, names: list[str], end: float) -> None:
+        """The first outputs of every op, and its graphs, until `end`."""
+        begin = time.monotonic()
+        for name in names:
+            if time.monotonic() > end:
+                print(f"no time for the ops from {name} on", flush=True)
+                break
+            op = OPS[name]
+            try:
+                args = arguments(op, ample(op)[0])
+                with self.turn():
+                    works = [Work(op, args) for _ in range(THREADS)]
+                    outs = [bits(o).clone() for o in works[0].call()]
+                    for work in works:
+                        work.call()
+                        work.capture()
+                    torch.cuda.synchronize()
+            except NotImplementedError as error:
+                print(f"{name}: not here, {error}", flush=True)
+                continue
+            except Exception as error:
+                self.failures.append(f"{name}: {type(error).__name__} {str(error)[:300]}")
+                continue
+            for share, work in zip(self.shares, works, strict=True):
+                share.append(work)
+            self.ready.append(name)
+            self.first.append(outs)
+        took = time.monotonic() - begin
+        print(f"{len(self.ready)} ops on {THREADS} threads, each also as a graph, prepared in {took:.0f} s", flush=True)
+        self.wrong = torch.zeros(THREADS, max(1, len(self.ready)), dtype=torch.int64, device="cuda")
+        self.counts: list[Counter] = [Counter() for _ in range(THREADS)]
+
+    def run(self, end: float, pause: float = 0.0) -> None:
+        """Slices of work until `end`, or until a thread fails, with `pause` seconds between them."""
+        threads = [_Turns(self, n) for n in range(THREADS)]
+        number, failed = 0, len(self.failures)
+        while time.monotonic() + 1 < end and self.ready and len(self.failures) == failed:
+            with self.turn():
+                start = time.monotonic()
+                for thread in threads:
+                    thread.begin(min(end, start + SLICE))
+                for thread in threads:
+                    thread.finish()
+                torch.cuda.synchronize()
+                self.active += time.monotonic() - start
+            number += 1
+            if number % 10 == 0:
+                self.report()
+            time.sleep(pause)
+        for thread in threads:
+            thread.stop()
+        self.report()
+
+    def report(self) -> None:
+        total = sum(self.counts, Counter())
+        of_each = [total[n] for n in range(len(self.ready))] or [0]
+        print(
+            f"soak: {self.active:.1f} s of work, {total['calls']} calls and {total['replays']} replays, of each op "
+            f"{min(of_each)} to {max(of_each)}", flush=True,
+        )  # fmt: skip
+
+    def verdicts(self) -> Iterator[tuple[str, int, int]]:
+        """(op, calls and replays, elements that differed from the first)."""
+        total, differing = sum(self.counts, Counter()), self.wrong.sum(0).tolist()
+        for n, name in enumerate(self.ready):
+            yield name, total[n], differing[n]
+
+
+class _Turns:
+    """A thread that works while it is told to."""
+
+    def __init__(self, soak: Soak, number: int) -> None:
+        self.soak, self.number, self.end = soak, number, 0.0
+        self.going, self.done, self.stopped = threading.Event(), threading.Event(), False
+        self.thread = threading.Thread(target=self.main, daemon=True)
+        self.thread.start()
+
+    def begin(self, end: float) -> None:
+        self.end = end
+        self.done.clear()
+        self.going.set()
+
+    def finish(self) -> None:
+        self.done.wait()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.going.set()
+        self.thread.join()
+
+    def main(self) -> None:
+        rng, stream = random.Random(self.number), torch.cuda.Stream()
+        while True:
+            self.going.wait()
+            self.going.clear()
+            if self.stopped:
+                return
+            try:
+                with torch.cuda.stream(stream):
+                    while time.monotonic() < self.end:
+                        self.some(rng)
+                        stream.synchronize()
+            except Exception as error:
+                self.soak.failures.append(f"thread {self.number}: {type(error).__name__} {str(error)[:300]}")
+            self.done.set()
+
+    def some(self, rng: random.Random) -> None:
+        works, first = self.soak.shares[self.number], self.soak.first
+        for _ in range(DEPTH):
+            n = rng.randrange(len(works))
+            replayed = rng.random() < 0.5
+            outs = works[n].replay() if replayed else works[n].call()
+            for o, f in zip(outs, first[n], strict=True):
+                self.soak.wrong[self.number, n] += (bits(o) != f).sum()
+            self.soak.counts[self.number].update(["replays" if replayed else "calls", n])
+
+
 def soak(names: list[str], seconds: float) -> list[str]:
     """`seconds` in all: preparing, at most PREPARING of them, then all ops at random on every thread."""
-    failures: list[str] = []
-    first: list[list[Tensor]] = []
-    ready: list[str] = []
-    shares: list[list[tuple[int, Work]]] = [[] for _ in range(THREADS)]
-    begin = time.monotonic()
-    for name in names:
-        if time.monotonic() - begin > PREPARING * seconds:
-            print(f"no time for the ops from {name} on", flush=True)
-            break
-        op = OPS[name]
-        try:
-            args = arguments(op, ample(op)[0])
-            works = [Work(op, args) for _ in range(THREADS)]
-            outs = [bits(o).clone() for o in works[0].call()]
-            for work in works:
-                work.call()
-                work.capture()
-        except NotImplementedError as error:
-            print(f"{name}: not here, {error}", flush=True)
-            continue
-        except Exception as error:
-            failures.append(f"{name}: {type(error).__name__} {str(error)[:300]}")
-            continue
-        for share, work in zip(shares, works, strict=True):
-            share.append((len(ready), work))
-        ready.append(name)
-        first.append(outs)
-    torch.cuda.synchronize()
-    took = time.monotonic() - begin
-    print(f"{len(ready)} ops on {THREADS} threads, each also as a graph, prepared in {took:.0f} s", flush=True)
-    wrong = torch.zeros(THREADS, len(ready), dtype=torch.int64, device="cuda")
-    counts: list[Counter] = [Counter() for _ in range(THREADS)]
-
-    def work_through(thread: int) -> None:
-        rng = random.Random(thread)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            while time.monotonic() < begin + seconds:
-                for _ in range(DEPTH):
-                    number, work = rng.choice(shares[thread])
-                    replayed = rng.random() < 0.5
-                    outs = work.replay() if replayed else work.call()
-                    for o, f in zip(outs, first[number], strict=True):
-                        wrong[thread, number] += (bits(o) != f).sum()
-                    counts[thread].update(["replays" if replayed else "calls", number])
-                stream.synchronize()
-
-    def guarded(thread: int) -> None:
-        try:
-            work_through(thread)
-        except Exception as error:
-            failures.append(f"thread {thread}: {type(error).__name__} {str(error)[:300]}")
-
-    threads = [threading.Thread(target=guarded, args=(n,)) for n in range(THREADS)]
-    start = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.cuda.synchronize()
-    differing = wrong.sum(0).tolist()
-    failures += [f"{n}: {d} elements differ from the first" for n, d in zip(ready, differing, strict=True) if d]
-    total = sum(counts, Counter())
-    least, most = min(total[n] for n in range(len(ready))), max(total[n] for n in range(len(ready)))
-    print(
-        f"soak: {time.monotonic() - start:.0f} s, {total['calls']} calls and {total['replays']} replays, of each op "
-        f"{least} to {most}", flush=True,
-    )  # fmt: skip
-    return failures
+    begin, work = time.monotonic(), Soak()
+    work.prepare(names, begin + PREPARING * seconds)
+    work.run(begin + seconds)
+    wrong = [f"{n}: {d} elements differ from the first" for n, _, d in work.verdicts() if d]
+    return work.failures + wrong
 
 
 def on_two(names: list[str]) -> list[str]:
