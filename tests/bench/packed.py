@@ -54,9 +54,9 @@ def how(weight: str, activation: str, arch: str) -> str:
         with contextlib.suppress(NotImplementedError):
             config = op.config_for(**arguments)
             raw = all(t.dtype in FP8 or t.dtype is torch.int8 for t in (arguments["a"], arguments["b"]))
-            if config["kernel"] == "native" or (raw and config["COMPUTE"] != "16"):
+            if config["kernel"] == "native" or (raw and config["COMPUTE"] != "half"):
                 return "native"
-            return {"fp8": "FP8", "int8": "INT8", "16": "bf16"}[config["COMPUTE"]]
+            return {"fp8": "FP8", "int8": "INT8", "half": "bf16"}[config["COMPUTE"]]
     return "no kernel"
 
 

@@ -216,8 +216,8 @@ def mx_warps_configs(M: int, N: int, sms: int) -> Iterator[Config]:
     for m in sorted(waves, key=lambda m: waves[m]):
         for stages, group in ((4, 8), (4, 16), (4, 4), (3, 8)):
             yield Config(
-                kernel="warps", COMPUTE="16", BLOCK_M=m, BLOCK_K=64 if m == 256 else 128, STAGES=stages, GROUP_M=group,
-                num_warps=4,
+                kernel="warps", COMPUTE="half", BLOCK_M=m, BLOCK_N=2 * HALF, BLOCK_K=64 if m == 256 else 128,
+                STAGES=stages, GROUP_M=group, num_warps=4,
             )  # fmt: skip
 
 

@@ -22,6 +22,15 @@ def flat_descriptor(lines: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(lines, [rows, 64], layout)
 
 
+def rows_descriptor(lines: Tensor, units_n: int, rows: int) -> TensorDescriptor:
+    """The same of a plane as (rows of units, lines, 64), by tiles of `rows` lines of one row of units.
+
+    Behind a row's last unit it gives zeros: the next row's scales may be NaN, which activations of zero do not remove.
+    """
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    return TensorDescriptor.from_tensor(lines.view(units_n, -1, 64), [1, rows, 64], layout)
+
+
 @gluon.constexpr_function
 def _flat_layout():
     """16 neighbouring bytes a thread."""
@@ -141,30 +150,44 @@ def _decode(
 
 
 @gluon.jit
+def _multiply_unit(
+    acc, codes, seconds, stored, tiles, at, slot, i, FP8: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr,
+    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, PACK: gl.constexpr, UNITS: gl.constexpr, LINES: gl.constexpr,
+    BLOCK_M: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """acc plus the product of unit i of a step. FP8 sums of 128 columns leave the tensor core; bf16 products are on
+    their way when this returns."""
+    SUMS: gl.constexpr = LEFT.parent
+    unit = _unit(codes.index(at), i, UNITS, 16)
+    scale = _unit(stored.index(at), i, UNITS, LINES)
+    second = unit
+    if SIX:
+        second = _unit(seconds.index(at), i, UNITS, 8)
+    first, last = _decode(unit, second, scale, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK, LEFT)
+    right = slot * 2 * UNITS + 2 * i
+    if FP8:
+        zero = gl.zeros((64, BLOCK_M), gl.float32, SUMS)
+        part = warpgroup_mma(first, tiles.index(right).permute((1, 0)), zero, use_acc=False, is_async=True)
+        part = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), part, is_async=True)
+        acc += warpgroup_mma_wait(0, deps=[part])
+    else:
+        acc = warpgroup_mma(first, tiles.index(right).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
 def _multiply(
     acc, codes, seconds, stored, tiles, at, slot, FP8: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, PACK: gl.constexpr, UNITS: gl.constexpr, LINES: gl.constexpr,
     BLOCK_M: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the products of a row of units of a step. FP8 sums of 128 columns leave the tensor core; bf16 products
-    are on their way when this returns."""
-    SUMS: gl.constexpr = LEFT.parent
+    """acc plus the products of all units of a step."""
     for i in gl.static_range(UNITS):
-        unit = _unit(codes.index(at), i, UNITS, 16)
-        scale = _unit(stored.index(at), i, UNITS, LINES)
-        second = unit
-        if SIX:
-            second = _unit(seconds.index(at), i, UNITS, 8)
-        first, last = _decode(unit, second, scale, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK, LEFT)
-        right = slot * 2 * UNITS + 2 * i
-        if FP8:
-            zero = gl.zeros((64, BLOCK_M), gl.float32, SUMS)
-            part = warpgroup_mma(first, tiles.index(right).permute((1, 0)), zero, use_acc=False, is_async=True)
-            part = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), part, is_async=True)
-            acc += warpgroup_mma_wait(0, deps=[part])
-        else:
-            acc = warpgroup_mma(first, tiles.index(right).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma(last, tiles.index(right + 1).permute((1, 0)), acc, is_async=True)
+        acc = _multiply_unit(
+            acc, codes, seconds, stored, tiles, at, slot, i, FP8, GROUP, SIX, ASM, CONSTRAINTS, PACK, UNITS, LINES,
+            BLOCK_M, LEFT,
+        )  # fmt: skip
     return acc
 
 

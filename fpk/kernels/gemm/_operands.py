@@ -22,7 +22,7 @@ from fpk.kernels._tile import decode_e8m0, decode_fp8
 
 WEIGHTS = (*MX, "nvfp4", "int4")
 ACTIVATIONS = ("none", "fp8", "int8", *MX, "nvfp4")
-COMPUTE = ("fp8", "int8", "16")
+COMPUTE = ("fp8", "int8", "half")
 """Types that the matrix unit multiplies: FP8, INT8, or the 16-bit type of the activations (bf16 for codes)."""
 
 _FP8_EXACT = ("e4m3fn", "e3m2", "e2m3", "e2m1", "int4", "e5m2")
@@ -129,7 +129,7 @@ def expect_operand(
 
 def exact_in(compute: str, a: Operand, b: Operand, device: Device) -> bool:
     """Does the matrix unit's type hold every code of both operands, and does the device have it?"""
-    if compute == "16":
+    if compute == "half":
         return True
     if a.element is None or b.element is None or "e4m3" in (a.scale, b.scale):
         return False  # 16 columns to a scale are no step of FP8 and INT8 products

@@ -56,11 +56,11 @@ def compute_types(a: Operand, b: Operand, device: Device) -> list[str]:
 def fits(config: Config, device: Device, a: Operand, b: Operand, a_dtype: torch.dtype, columns: int) -> bool:
     """Is the pair exact in the config's type, does a step lie inside one group, does the device hold the tiles?"""
     compute, width = config["COMPUTE"], config["BLOCK_K"]
-    if not exact_in(compute, a, b, device) or width < (16 if compute == "16" else 32):
+    if not exact_in(compute, a, b, device) or width < (16 if compute == "half" else 32):
         return False
     if step_of(columns, promoted_groups(constants(compute, a, b, a_dtype))) % width:
         return False
-    stages, size = stages_held(config, device), 2 if compute == "16" else 1
+    stages, size = stages_held(config, device), 2 if compute == "half" else 1
     # packed tiles wait in every stage, decoded ones pass through once
     buffers = sum(
         config[rows] * width * (this.bits * stages + 8 * size * (this.bits < 16)) // 8
@@ -78,11 +78,11 @@ def allowed_error(a: Tensor, format_a: str, out_dtype: torch.dtype) -> float:
 
 def packed_space(M: int, compute: str, step: int, device: Device) -> Iterator[Config]:
     """Candidates for M tokens (on the key grid) and steps that divide `step`; the first is a safe default."""
-    least = 16 if compute == "16" else 32
+    least = 16 if compute == "half" else 32
     widest = step & -step  # its largest power of two
     if widest < least:
         return
-    wide = min(64 if compute == "16" else 128, widest)
+    wide = min(64 if compute == "half" else 128, widest)
     common = dict(kernel="tile", COMPUTE=compute)
     if device.arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(**common, SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2)

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from triton import cdiv
 
 from fpk.db import Config
-from fpk.kernels.pack._shuffle import ROWS
+from fpk.kernels.pack._shuffle import COLUMNS, ROWS
 
-_FIELDS = ("BLOCK_M", "ROWS", "UNITS", "STAGES", "PER_SM")
-# what an H200 ran fastest at real layers' sizes: most tokens; codes of 4 bits, of 6, FP8 activations
+# tokens, rows of units, units along K, stages, programs an SM with even shares of the work (0: one, of whole tiles)
+# and rows that a group holds where it is not 1.
+# What an H200 ran fastest at real layers' sizes: most tokens; codes of 4 bits, of 6, FP8 activations
 _FEW = (
     (8, (8, 1, 2, 3, 4), (8, 1, 2, 3, 4), (8, 1, 2, 3, 4)),
     (16, (16, 1, 2, 2, 4), (16, 1, 2, 2, 4), (16, 1, 2, 3, 4)),
@@ -16,26 +17,31 @@ _FEW = (
     (64, (64, 2, 4, 2, 1), (64, 2, 2, 3, 1), (64, 2, 4, 2, 1)),
     (256, (128, 2, 2, 2, 1), (128, 2, 2, 2, 1), (128, 2, 2, 3, 1)),
 )
-# (ROWS, UNITS, STAGES, PER_SM)
+# the same but for the tokens
 _SPACE = (
     (1, 2, 2, 2), (1, 2, 2, 3), (1, 2, 3, 3), (1, 2, 2, 4), (1, 2, 3, 4), (2, 1, 4, 2), (2, 2, 3, 2), (2, 2, 4, 2),
     (2, 1, 2, 1), (2, 1, 3, 1), (2, 1, 4, 1), (2, 2, 2, 1), (2, 2, 3, 1), (2, 2, 4, 1), (2, 4, 2, 1), (3, 2, 3, 1),
     (3, 1, 4, 1),
     (2, 1, 2, 0), (2, 1, 3, 0), (2, 1, 4, 0), (2, 2, 2, 0), (2, 2, 3, 0),
+    (2, 1, 3, 4, 2), (2, 1, 3, 3, 2), (2, 1, 4, 3, 2), (4, 1, 3, 2, 2), (4, 1, 4, 1, 2), (4, 1, 5, 1, 2),
+    (4, 2, 2, 1, 2), (4, 2, 3, 1, 2), (6, 1, 3, 1, 3), (6, 1, 4, 1, 3),
 )  # fmt: skip
 
 
-def registers(rows: int, per_sm: int) -> dict[str, int]:
+def registers(groups: int, per_sm: int) -> dict[str, int]:
     """Registers of a thread, by what it does: those of a program that shares its SM are capped at the launch."""
-    if rows == 3:
+    if groups == 3:
         return dict(CONSUMER=152, PRODUCER=32)
-    if rows == 2:
+    if groups == 2:
         return dict(CONSUMER=104, PRODUCER=24, maxnreg=80) if per_sm == 2 else dict(CONSUMER=232, PRODUCER=24)
     return dict(CONSUMER=0, PRODUCER=24, maxnreg={4: 64, 3: 80}.get(per_sm, 120))
 
 
-def _warps(*fields: int) -> Config:
-    return Config(kernel="warps", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
+def _warps(tokens: int, rows: int, units: int, stages: int, per_sm: int, held: int = 1) -> Config:
+    return Config(
+        kernel="warps", SPLIT_K=0 if per_sm else 1, BLOCK_M=tokens, BLOCK_N=ROWS * rows, BLOCK_K=COLUMNS * units,
+        HELD=held, STAGES=stages, PER_SM=max(1, per_sm), num_warps=4,
+    )  # fmt: skip
 
 
 def unit_warps_configs(M: int, N: int, six: bool, fp8: bool, sms: int) -> Iterator[Config]:
@@ -55,7 +61,7 @@ def unit_warps_space(M: int) -> Iterator[Config]:
     """Candidates for M tokens; what does not fit is not legal."""
     for m in (8, 16, 32, 64, 128, 256):
         for fields in _SPACE:
-            rows, _, _, per_sm = fields
+            rows, per_sm = fields[0], fields[3]
             fit = rows == 2 and per_sm < 2 if m >= 128 else per_sm > 0
             if fit and m <= max(8, 2 * M) and (m >= 64 or M <= 256):
                 yield _warps(m, *fields)

@@ -216,6 +216,9 @@ def inputs(
     *, M, N, K, pair=("none", "mxfp4", -1, -1), per_row=False, zero_point=False, bias=False, a_dtype=torch.bfloat16,
     out_dtype=torch.bfloat16, kind="normal", layout="contiguous", device="cuda", seed=0,
 ):  # fmt: skip
+    if isinstance(pair, str):  # as tables spell it: "fp8/mxfp4", or with both groups
+        formats, groups = pair.split("/")[:2], [int(n) for n in pair.split("/")[2:]]
+        pair = (*formats, *(groups or (-1, -1)))
     format_a, format_b, group_a, group_b = pair
     K = -(-K // 4) * 4  # whole bytes in every format
     a = sample_operand((M, K), format_a, group_a, per_row, False, a_dtype, kind, layout, device, seed)
@@ -240,7 +243,7 @@ def inputs(
         native=Kernel(native_kernel, targets=TARGETS, interpretable=INTERPRETABLE, matrix=True),
         warps=Kernel(mx_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
-    configs=configs, launcher_fields=("COMPUTE",), legal=legal, key=key, cost=cost, cases=linear_cases(),
+    configs=configs, launcher_fields=("COMPUTE", "BLOCK_N"), legal=legal, key=key, cost=cost, cases=linear_cases(),
 )  # fmt: skip
 def mm_packed(
     a: Tensor, b: Tensor, scale_b: Tensor, format_b: str = "mxfp4", global_scale_b: Tensor | None = None,
@@ -280,7 +283,7 @@ def mm_packed(
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
     K, config = left.columns(a), dict(config)
     if config["kernel"] == "warps":
-        del config["kernel"], config["COMPUTE"]
+        del config["kernel"], config["COMPUTE"], config["BLOCK_N"]
         launch_warps(of(a.device), a, b, scale_a, scale_b, bias, out, config)
         return out
     if config["kernel"] == "native":

@@ -6,7 +6,8 @@ bf16 activations take a weight of target "bf16" (MXFP4, MXFP6, NVFP4; every valu
 of target "fp8" (MXFP4; exact in e4m3 under the scale of its row).
 
 Kernels: `warps`, Gluon for sm90: codes go from shared memory straight into the registers of the tensor core; FP8 sums
-leave it every 128 columns. `plain`, anywhere: a unit at a time, in bf16.
+leave it every 128 columns; with SPLIT_K 0, programs take even shares of all tiles' K. `plain`, anywhere: a unit at a
+time, in bf16.
 
 Source: own; weight-only FP4 as Marlin and triton_kernels serve it.
 """
@@ -34,7 +35,7 @@ from fpk.formats import decode
 from fpk.kernels._tile import decode_fp8, tile_of
 from fpk.kernels.gemm._gluon import AVAILABLE, descriptor
 from fpk.kernels.gemm._gluon_unit_warps import unit_warps_kernel
-from fpk.kernels.gemm._gluon_units import flat_descriptor
+from fpk.kernels.gemm._gluon_units import rows_descriptor
 from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._operands import decode_codes
@@ -156,14 +157,14 @@ def configs(a: Tensor, packed: Tensor, row_scale: Tensor, format: str, scale_a: 
     if device.arch != "cpu":
         wide = ELEMENTS[format].bits == 6
         yield from unit_warps_configs(M, row_scale.shape[0], wide, scale_a is not None, device.sm_count)
-    yield Config(kernel="plain", BLOCK_M=max(16, min(64, M)), num_warps=4, num_stages=1)
+    yield Config(kernel="plain", BLOCK_M=max(16, min(64, M)), BLOCK_N=ROWS, BLOCK_K=COLUMNS, num_warps=4, num_stages=1)
     if device.arch != "cpu":
         yield from unit_warps_space(M)
 
 
 def _stage_bytes(config: Config, a: Tensor, format: str) -> int:
-    codes = config["ROWS"] * config["UNITS"] * unit_lines(format) * LINE
-    return codes + config["BLOCK_M"] * config["UNITS"] * COLUMNS * a.element_size()
+    units = config["BLOCK_N"] // ROWS * config["BLOCK_K"] // COLUMNS
+    return units * unit_lines(format) * LINE + config["BLOCK_M"] * config["BLOCK_K"] * a.element_size()
 
 
 def legal(config: Config, device: Device, a: Tensor, packed: Tensor, row_scale: Tensor, format: str, **_: Any) -> bool:
@@ -175,7 +176,7 @@ def legal(config: Config, device: Device, a: Tensor, packed: Tensor, row_scale: 
         return False  # FP8 sums leave the tensor core: twice the registers
     rows = triton.cdiv(a.shape[0], config["BLOCK_M"]) * (units_of(row_scale.shape[0], a.shape[1])[0] + 2)
     held = _stage_bytes(config, a, format) * config["STAGES"] + 2048
-    return rows <= LIMIT and held * max(1, config["PER_SM"]) <= device.shared_limit
+    return rows <= LIMIT and held * config["PER_SM"] <= device.shared_limit
 
 
 def key(
@@ -236,7 +237,8 @@ def inputs(
         plain=Kernel(_plain_kernel, matrix=True),
         warps=Kernel(unit_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
-    configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key, cost=cost, cases=linear_cases(),
+    configs=configs, launcher_fields=("PER_SM", "SPLIT_K", "BLOCK_N", "BLOCK_K"), legal=legal, key=key, cost=cost,
+    cases=linear_cases(),
 )  # fmt: skip
 def mm_shuffled(
     a: Tensor, packed: Tensor, row_scale: Tensor, format: str = "mxfp4", scale_a: Tensor | None = None,
@@ -268,17 +270,18 @@ def mm_shuffled(
     made = constants(format, "bf16" if scale_a is None else "fp8")
     if config.pop("kernel") == "plain":
         tiles = triton.cdiv(M, config["BLOCK_M"]) * units_n
+        del config["BLOCK_N"], config["BLOCK_K"]
         _plain_kernel[(tiles,)](
             a if scale_a is None else a.view(torch.uint8), packed, row_scale, scale_a, bias, out,
             M, N, K, units_k, a.stride(0), out.stride(0), stride_sa, REBIAS={"e3m2": 124}.get(made["FORMAT"], 126),
             **made, **config,
         )  # fmt: skip
         return out
-    device, per_sm = of(a.device), config.pop("PER_SM")
-    block, rows, units = config["BLOCK_M"], config["ROWS"], config["UNITS"]
+    device, per_sm, even = of(a.device), config.pop("PER_SM"), config.pop("SPLIT_K") == 0
+    block, rows, units = config["BLOCK_M"], config.pop("BLOCK_N") // ROWS, config.pop("BLOCK_K") // COLUMNS
     columns, tiles, steps = triton.cdiv(M, block), triton.cdiv(units_n, rows), triton.cdiv(units_k, units)
     per_program = steps
-    if per_sm:
+    if even:
         per_program = triton.cdiv(tiles * steps, min(max(1, per_sm * device.sm_count // columns), tiles * steps))
     programs = triton.cdiv(tiles * steps, per_program)
     parts, counters = row_scale, row_scale  # unused where every program has whole rows of units
@@ -288,13 +291,13 @@ def mm_shuffled(
     lines = packed.view(torch.int32)
     first, second = units_n * units_k * 16, units_n * units_k * (8 if made["BITS"] == 6 else 0)
     scale_lines = 32 // made["GROUP"]
-    codes = flat_descriptor(lines[:first], 16 * units)
+    codes = rows_descriptor(lines[:first], units_n, 16 * units)
     unit_warps_kernel[(columns, programs)](
-        codes, flat_descriptor(lines[first : first + second], 8 * units) if second else codes,
-        flat_descriptor(lines[first + second :], scale_lines * units), descriptor(a, block, 64),
+        codes, rows_descriptor(lines[first : first + second], units_n, 8 * units) if second else codes,
+        rows_descriptor(lines[first + second :], units_n, scale_lines * units), descriptor(a, block, 64),
         out, parts, counters, row_scale, scale_a, bias,
         M, N, units_n, units_k, per_program, out.stride(0), stride_sa,
         FP8=made["FP8"], GROUP=made["GROUP"], SIX=made["BITS"] == 6, **assembly(made["FORMAT"], made["FP8"]),
-        **config, **registers(rows, per_sm), **dependent(device, M),
+        ROWS=rows, UNITS=units, **config, **registers(rows // config["HELD"], per_sm), **dependent(device, M),
     )  # fmt: skip
     return out
