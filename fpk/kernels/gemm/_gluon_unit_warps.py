@@ -107,7 +107,7 @@ def _consume(
             for i in gl.static_range(UNITS):
                 after = ()
                 for r in gl.static_range(HELD):
-                    after += (_multiply_unit(
+                    after += (_multiply_unit(  # type: ignore[assignment]
                         sums[r], codes, seconds, stored, tiles, slot * ROWS + G * HELD + r, slot, i, FP8, GROUP, SIX,
                         ASM, CONSTRAINTS, PACK, UNITS, LINES, BLOCK_M, LEFT,
                     ),)  # fmt: skip
@@ -115,7 +115,7 @@ def _consume(
             if not FP8:
                 done = ()
                 for r in gl.static_range(HELD):
-                    done += (warpgroup_mma_wait(0, deps=[sums[r]]),)
+                    done += (warpgroup_mma_wait(0, deps=[sums[r]]),)  # type: ignore[assignment]
                 sums = done
             mbarrier.arrive(empty.index(slot), count=1)
             turn += 1
