@@ -284,11 +284,11 @@ def mm_shuffled(
     if even:
         per_program = triton.cdiv(tiles * steps, min(max(1, per_sm * device.sm_count // columns), tiles * steps))
     programs = triton.cdiv(tiles * steps, per_program)
-    parts, counters = row_scale, row_scale  # unused where every program has whole rows of units
+    lines = packed.view(torch.int32)
+    parts, counters = row_scale, lines  # unused where every program has whole rows of units: the same types, one binary
     if per_program % steps:
         size = columns * programs * 2 * rows * ROWS * block
-        parts, counters = torch.empty(size, device=a.device), tickets(columns * tiles * rows, a.device)
-    lines = packed.view(torch.int32)
+        parts, counters = torch.empty(size, device=a.device), tickets(-(-columns * tiles * rows // 32) * 32, a.device)
     first, second = units_n * units_k * 16, units_n * units_k * (8 if made["BITS"] == 6 else 0)
     scale_lines = 32 // made["GROUP"]
     codes = rows_descriptor(lines[:first], units_n, 16 * units)
