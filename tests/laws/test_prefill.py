@@ -47,7 +47,7 @@ def by_torch(args):
 @pytest.mark.parametrize(
     "dtype, granularity",
     [(FORMATS["e4m3"], "tensor"), (FORMATS["e4m3"], "token_head"), (FORMATS["e5m2"], "head"),
-     (None, "none")],
+     (FORMATS["int8"], "token_head"), (None, "none")],
 )  # fmt: skip
 def test_prefill_is_torchs_on_dequantized_caches(dtype, granularity, q_dtype, device):
     args = prefill_case(dtype=dtype or q_dtype, granularity=granularity, q_dtype=q_dtype, device=device)
@@ -79,7 +79,7 @@ def test_rows_that_see_nothing_are_zero(device):
     assert_close(out, prefill.reference(**args), 4e-3)
 
 
-@pytest.mark.parametrize("dtype, granularity", [(torch.float8_e4m3fn, "tensor"), (torch.float8_e4m3fn, "token_head")])
+@pytest.mark.parametrize("dtype, granularity", [(torch.float8_e4m3fn, "tensor"), (torch.int8, "token_head")])
 def test_later_tokens_do_not_count(dtype, granularity, device):
     """Large numbers in every slot but those of the first ten tokens: rows that see only these stay as they are."""
     args = prefill_case(counts=(33, 0, 1, 130), padding=0, dtype=dtype, granularity=granularity, device=device)
@@ -107,6 +107,16 @@ def test_a_sequence_does_not_depend_on_its_batch(device):
         alone = {n: args[n][b : b + 1] for n in ("block_table", "seq_lens")}
         ends = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=device)
         assert torch.equal(prefill(**args | alone | dict(q=args["q"][rows], query_starts=ends)), whole[rows])
+
+
+@pytest.mark.parametrize("D, dv", [(64, 24), (128, 16), (33, 8), (16, 64), (32, 128)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, None])
+def test_keys_and_values_of_different_widths(D, dv, dtype, device):
+    """Steps of 64 tokens; decoding with as many heads as fill the matrix unit."""
+    shape = dict(D=D, dv=dv, tokens=200, dtype=dtype, granularity="none", kind="zeros", device=device)
+    for op, sizes in ((prefill, dict(B=2, T=40, H=2, group=1)), (attend, dict(M=2, H=1, group=40))):
+        args = op.inputs(**shape, **sizes)
+        assert_close(op(**args), op.reference(**args), op.tolerance(op.bind(**args)))
 
 
 @pytest.mark.parametrize("group", [1, 3, 20])
@@ -162,9 +172,3 @@ PLANTS = [
 def test_wrong_kernel_is_caught(plant, tmp_path, monkeypatch):
     source = change(source_of(OPS[plant.op]), plant)
     assert first_violation(load(plant.op, source, tmp_path, monkeypatch), 30) is not None
-
-
-def test_int8_caches_are_refused(device):
-    args = prefill_case(dtype=torch.int8, granularity="token_head", device=device)
-    with pytest.raises(NotImplementedError, match=r"attention_prefill.key_cache: expected FP8 or 16-bit, got int8"):
-        prefill(**args)

@@ -41,6 +41,17 @@ def has_pairs(cache: Tensor) -> bool:
     return cache.element_size() == 1 and DV % 2 == 0 and DV > 16 and even
 
 
+def tile_widths(D: int, DV: int, parts: int = 1) -> tuple[int, int]:
+    """Columns of tiles of keys and values, powers of two; a tile has `parts` operands of as many columns each.
+
+    Both in one swizzle of shared memory, of rows of 16, 32, or 64 and more 16-bit elements. Their operands lie at one
+    address in turn, and for two swizzles the assembler of CUDA 12.8, which Triton 3.6 brings along, leaves out the
+    instruction that writes where the second's begin: most of a step's values would be read from anywhere.
+    """
+    keys, values = (max(16 * parts, triton.next_power_of_2(n)) for n in (D, DV))
+    return max(keys, min(64 * parts, values)), max(values, min(64 * parts, keys))
+
+
 @triton.jit
 def decode_tile(
     codes, TYPE: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, NAN_CODE: tl.constexpr,

@@ -36,7 +36,7 @@ from fpk.kernels.attention._paged import (
     scale_strides,
 )
 from fpk.kernels.attention._step import attend
-from fpk.kernels.attention._tiles import code_constants, decode_tile, has_pairs, power_below
+from fpk.kernels.attention._tiles import code_constants, decode_tile, has_pairs, power_below, tile_widths
 from fpk.op import Kernel, op
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -225,7 +225,7 @@ def configs(q: Tensor, key_cache: Tensor, block_table: Tensor, **_: Any):
 def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
     if config["PAIRS"] and not (has_pairs(key_cache) and has_pairs(value_cache)):
         return False
-    width = triton.next_power_of_2(q.shape[-1]) + triton.next_power_of_2(value_cache.shape[-1])
+    width = sum(tile_widths(q.shape[-1], value_cache.shape[-1], 2 if config["PAIRS"] else 1))
     tokens, tall = config["BLOCK_N"], config["BLOCK_H"]
     buffers = config["num_stages"] - 1 if device.vendor == "amd" or config["AHEAD"] else config["num_stages"] // 2
     loaded = tokens * width * key_cache.element_size() * max(1, buffers)
@@ -321,7 +321,7 @@ def attention_decode(
     if splits > 1:
         part = torch.empty((B, heads, splits, DV), dtype=torch.float32, device=q.device)
         top, total = torch.empty((2, B, heads, splits), dtype=torch.float32, device=q.device)
-    block_dv = max(16, triton.next_power_of_2(DV))
+    block_d, block_dv = tile_widths(D, DV, 2 if config["PAIRS"] else 1)
     _split_kernel[(B * H * triton.cdiv(heads // H, config["BLOCK_H"]), splits)](
         q.view(torch.uint8) if as_bytes and q_scale is not None else q, k, v, block_table, seq_lens,
         k_scale, v_scale, key_scales, value_scales, q_scale, p_scale, part, top, total,
@@ -330,7 +330,7 @@ def attention_decode(
         *scale_strides(k_scale, v_scale, key_scales, value_scales, q_scale),
         GROUP=heads // H, D=D, DV=DV, PAGE=page, ONLY=splits == 1, OUT=_TYPES[dtype],
         TYPE=tl.float16 if key_cache.element_size() == 1 else _TYPES[q.dtype], **constants,
-        **early, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_DV=block_dv, **config,
+        **early, BLOCK_D=block_d, BLOCK_DV=block_dv, **config,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(B * heads,)](

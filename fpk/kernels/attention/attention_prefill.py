@@ -34,7 +34,7 @@ from fpk.kernels.attention._paged import (
     scale_strides,
 )
 from fpk.kernels.attention._step import attend
-from fpk.kernels.attention._tiles import code_constants, decode_tile, power_below
+from fpk.kernels.attention._tiles import code_constants, decode_tile, power_below, tile_widths
 from fpk.op import Kernel, op
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -69,11 +69,6 @@ def check(
     **scales: Tensor | None,
 ) -> None:  # fmt: skip
     name = "attention_prefill"
-    if key_cache.dtype is torch.int8:
-        # on an H200 one case of INT8 (D = 64, dv = 24, pages of one token) came out wrong, and nobody knows yet why
-        raise NotImplementedError(
-            f"{name}.key_cache: expected FP8 or 16-bit, got int8: give these tokens to attention_decode, a row each"
-        )
     check_attention(name, q, key_cache, value_cache, softmax_scale, q_scale, p_scale, out_dtype)
     check_table(name, block_table.shape[0], block_table, seq_lens)
     check_scales(name, key_cache, **scales)
@@ -185,7 +180,7 @@ def configs(q: Tensor, key_cache: Tensor, key_scales: Tensor | None, **_: Any):
 
 
 def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
-    width = triton.next_power_of_2(q.shape[-1]) + triton.next_power_of_2(value_cache.shape[-1])
+    width = sum(tile_widths(q.shape[-1], value_cache.shape[-1]))
     tokens, rows = config["BLOCK_N"], config["BLOCK_M"]
     if rows < max(16, triton.cdiv(q.shape[1], max(key_cache.shape[2], 1))):  # all heads of a token, one tile
         return False
@@ -212,7 +207,7 @@ def key_of(
     reference=reference, check=check, inputs=prefill_inputs, tol=decode_tolerance,
     domain=dict(
         B=(0, 1, 2, 3, 5), T=(0, 1, 7, 40, 90), H=(1, 2), group=(1, 3, 8, 20), D=(16, 33, 64, 80, 128), dv=(None, 24),
-        page=(1, 3, 16), tokens=(1, 17, 130, 300), dtype=(*FP8, None), q_dtype=tuple(_TYPES),
+        page=(1, 3, 16), tokens=(1, 17, 130, 300), dtype=(*FP8, torch.int8, None), q_dtype=tuple(_TYPES),
         granularity=("none", "tensor", "head", "token_head"), lengths=("full", "random", "empty"), pages=(5, 29),
         rounded=("", "q", "p", "qp"), kind=("normal", "zeros", "zero_rows"),
         layout=("contiguous", "rows", "offset", "heads_first"),
@@ -225,7 +220,8 @@ def key_of(
         )
         for model, kv, group, size in (("llama3_70b", 8, 8, 128), ("phi3_mini", 32, 1, 96))
         for name, granularity, dtype in (
-            ("fp8", "tensor", torch.float8_e4m3fn), ("bf16", "none", None),
+            ("fp8", "tensor", torch.float8_e4m3fn), ("int8_per_token_head", "token_head", torch.int8),
+            ("bf16", "none", None),
         )
         for sequences, rows, tokens in ((1, 1024, 1024), (4, 1024, 1024), (16, 1024, 2048))
     },
@@ -266,6 +262,7 @@ def attention_prefill(
     as_bytes = constants["KIND"] == "bytes"
     k, v = (c.view(torch.uint8) if as_bytes else c for c in (key_cache, value_cache))
     tiles = triton.cdiv(T, config["BLOCK_M"] // (heads // H)) + B
+    block_d, block_dv = tile_widths(D, DV)
     _prefill_kernel[(H, tiles)](
         q.view(torch.uint8) if as_bytes and q_scale is not None else q, k, v, block_table, seq_lens, query_starts,
         k_scale, v_scale, key_scales, value_scales, q_scale, p_scale, out,
@@ -274,7 +271,6 @@ def attention_prefill(
         *scale_strides(k_scale, v_scale, key_scales, value_scales, q_scale),
         GROUP=heads // H, D=D, DV=DV, PAGE=page,
         TYPE=tl.float16 if key_cache.element_size() == 1 else _TYPES[q.dtype], **constants, **early_start(of(q.device)),
-        BLOCK_B=triton.next_power_of_2(max(1, B)), BLOCK_D=max(16, triton.next_power_of_2(D)),
-        BLOCK_DV=max(16, triton.next_power_of_2(DV)), **config,
+        BLOCK_B=triton.next_power_of_2(max(1, B)), BLOCK_D=block_d, BLOCK_DV=block_dv, **config,
     )  # fmt: skip
     return out
