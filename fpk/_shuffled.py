@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpk.device import of
 from fpk.formats import E4M3FN, scheme_of
 from fpk.op import OPS
 
-__all__ = ["Shuffled", "shuffle", "shuffled_arguments"]
+__all__ = ["Shuffled", "shuffle", "shuffle_pays", "shuffled_arguments"]
 
 _FORMATS = ("mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2")
-_EXPERTS = ("mxfp4", "nvfp4")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,6 +52,12 @@ class Shuffled:
             scale = scale.view(E4M3FN.dtype)
         return dict(codes=codes, scale=scale, scheme=self.scheme, global_scale=self.global_scale)
 
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, by way of the plain layout."""
+        from fpk.api import Quantized
+
+        return Quantized(**self.parts(), check=False).dequantize(dtype)
+
     def __repr__(self) -> str:
         return f"Shuffled({self.scheme} for {self.target}, shape={tuple(self.shape)}, {self.nbytes} bytes)"
 
@@ -62,8 +68,8 @@ def shuffle(weight: Any, activation: str = "none") -> Shuffled:
     Reads a flag from the device, once.
 
     Args:
-        weight: Quantized (N, K): "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2" or "nvfp4"; the first and the last also (E, N, K),
-            for the experts of `fpk.moe` with bf16 activations.
+        weight: Quantized (N, K): "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2" or "nvfp4"; or (E, N, K), for the experts of
+            `fpk.moe` with bf16 activations.
         activation: "none" for bf16 activations; "fp8_token" or "fp8_tensor" (static or not), for "mxfp4" only.
 
     Returns:
@@ -74,7 +80,7 @@ def shuffle(weight: Any, activation: str = "none") -> Shuffled:
             lie so far apart that e4m3 does not hold their values.
     """
     scheme = scheme_of(weight.scheme)
-    if weight.codes.dim() == 3 and scheme.product in _EXPERTS and activation == "none":
+    if weight.codes.dim() == 3 and scheme.product in _FORMATS and activation == "none":
         return _shuffled_experts(weight, scheme.product)
     if scheme.product not in _FORMATS or weight.codes.dim() != 2:
         raise ValueError(f"shuffle.weight: expected an (N, K) matrix of {', '.join(_FORMATS)}, got {weight!r}")
@@ -95,11 +101,29 @@ def shuffle(weight: Any, activation: str = "none") -> Shuffled:
     return Shuffled(packed, row_scale, weight.scheme, target, weight.shape, weight.global_scale)
 
 
+def shuffle_pays(device: torch.device) -> bool:
+    """Has this device kernels for which the layout was made?"""
+    from fpk.kernels.gemm._gluon import AVAILABLE
+
+    return AVAILABLE and of(device).arch == "sm90"
+
+
 def _shuffled_experts(weight: Any, product: str) -> Shuffled:
-    made = [OPS["shuffle_weight"](c, s, product, "bf16") for c, s in zip(weight.codes, weight.scale, strict=True)]
-    packed, row_scale = torch.stack([m[0] for m in made]), torch.stack([m[1] for m in made])
+    """Expert by expert, so that no second copy of all of them is ever held."""
+    packed = row_scale = outside = None
+    for e, (codes, scale) in enumerate(zip(weight.codes, weight.scale, strict=True)):
+        one, factor, count = OPS["shuffle_weight"](codes, scale, product, "bf16")
+        if packed is None or row_scale is None or outside is None:
+            packed, row_scale = (t.new_empty((weight.codes.shape[0], *t.shape)) for t in (one, factor))
+            outside = torch.zeros_like(count)
+        packed[e], row_scale[e] = one, factor
+        outside += count
+    if packed is None or row_scale is None or outside is None:
+        raise ValueError(f"shuffle.weight: expected at least one expert, got {weight!r}")
+    if int(outside):
+        raise ValueError(f"shuffle.weight: expected scales that bf16 holds, {int(outside)} blocks have others")
     if weight.global_scale is not None:
-        row_scale = row_scale * weight.global_scale
+        row_scale *= weight.global_scale
     return Shuffled(packed, row_scale, weight.scheme, "bf16", weight.shape, weight.global_scale)
 
 

@@ -216,8 +216,8 @@ class _Writes(TorchDispatchMode):
 class Staging(Loading):
     """Writes into parameters until they are processed; after that into their form on disk, to be processed again.
 
-    Codes go straight into the live storage, their scales into new tensors. Which rows of the codes were written is
-    noted: a shard that was left out would keep the codes that it has.
+    Codes go straight into the live storage where they lie there as on disk, all else into new tensors. Which rows of
+    the codes were written is noted: a shard that was left out would keep the codes that it has.
     """
 
     def __init__(self) -> None:
@@ -278,8 +278,10 @@ class Staging(Loading):
             live = layer._parameters[name]
             assert live is not None
             shape, dtype, fill = self.forms[name]
-            if fill is None:
+            if fill is None and live.nbytes == shape.numel() * dtype.itemsize:
                 data = live.data.view(dtype)
+            elif fill is None:  # the live codes have scales between them
+                data = torch.zeros(shape, dtype=torch.uint8, device=live.device).view(dtype)
             elif dtype.itemsize == 1:
                 byte = E8M0.nan_code if fill != fill else int(fill)  # NaN of one's own format
                 data = torch.full(shape, byte, dtype=torch.uint8, device=live.device).view(dtype)

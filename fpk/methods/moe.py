@@ -5,7 +5,7 @@ Nothing here computes: a method turns its parameters into `ExpertWeights` and th
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fpk._moe import moe_experts
+from fpk._shuffled import Shuffled
 from fpk.api import Quantized
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_one_of
 from fpk.methods.base import ACTIVATIONS
@@ -31,15 +32,15 @@ class ExpertWeights:
     """What a layer's two products run with: `get_fused_moe_quant_config` gives it, `fpk.moe_experts` takes it.
 
     Attributes:
-        w13, w2: (E, 2I, H) and (E, H, I), quantized or plain.
+        w13, w2: (E, 2I, H) and (E, H, I), quantized, shuffled or plain.
         act: scheme of the activations of both products, or "none".
         bias13, bias2: or None.
         input_scale13, input_scale2: of static activations, or None.
         options: further arguments of `moe_experts`.
     """
 
-    w13: Tensor | Quantized
-    w2: Tensor | Quantized
+    w13: Tensor | Quantized | Shuffled
+    w2: Tensor | Quantized | Shuffled
     act: str = "none"
     bias13: Tensor | None = None
     bias2: Tensor | None = None
@@ -56,8 +57,7 @@ class ExpertWeights:
         return self.w2.scale if isinstance(self.w2, Quantized) else None
 
     def __str__(self) -> str:
-        w13 = self.w13.scheme if isinstance(self.w13, Quantized) else "unquantized"
-        w2 = self.w2.scheme if isinstance(self.w2, Quantized) else "unquantized"
+        w13, w2 = ("unquantized" if isinstance(w, Tensor) else w.scheme for w in (self.w13, self.w2))
         act = f"{self.act}_static" if self.input_scale13 is not None else self.act
         return f"{w13 if w13 == w2 else f'{w13}/{w2}'}:{act}"
 
@@ -186,7 +186,7 @@ class FusedMoEMethod(ABC):
         if x.dtype not in ACTIVATIONS or x.dim() != 2 or x.shape[1] not in (H, layer.experts.hidden):
             expect_dtype(f"{name_of(layer)}.x", x, *ACTIVATIONS)
             raise ValueError(f"{name_of(layer)}.x: expected (T, {H}), got {tuple(x.shape)}")
-        weights = self.weights_of(layer)
+        weights = self.weights_for(layer, x)
         padding = layer.experts.hidden - x.shape[1]
         shared = None
         if shared_experts is not None:  # added in fp32, before the sum over the experts is rounded
@@ -234,6 +234,10 @@ class FusedMoEMethod(ABC):
             found = _made[layer] = key, self.get_fused_moe_quant_config(layer)
         return found[1]
 
+    def weights_for(self, layer: Any, x: Tensor) -> ExpertWeights:
+        """What these tokens are multiplied by."""
+        return self.weights_of(layer)
+
     def moved(self, layer: Any) -> None:
         """The layer's parameters may be on another device now."""
         layer.weight_only = False
@@ -245,7 +249,7 @@ class FusedMoEMethod(ABC):
     def dequantize(self, layer: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """w13 and w2 of this rank, as the layer multiplies by them."""
         weights = self.get_fused_moe_quant_config(layer)
-        w13, w2 = (w.dequantize(dtype) if isinstance(w, Quantized) else w.to(dtype) for w in (weights.w13, weights.w2))
+        w13, w2 = (w.to(dtype) if isinstance(w, Tensor) else w.dequantize(dtype) for w in (weights.w13, weights.w2))
         return w13, w2
 
     def biases(self, layer: Any) -> dict[str, Any]:
@@ -301,7 +305,9 @@ class SerializedMoEMethod(FusedMoEMethod):
             if loaded:
                 self.expect_together(layer, loaded)
                 staging.expect_whole(layer)
-                for name, tensor in self.convert(layer, loaded).items():
+                made = self.convert(layer, loaded)
+                loaded.clear()
+                for name, tensor in self.stored(layer, made):
                     set_parameter(layer, name, tensor)
             self.finish_biases(layer)
         staging.done()
@@ -321,6 +327,11 @@ class SerializedMoEMethod(FusedMoEMethod):
     @abstractmethod
     def convert(self, layer: Any, loaded: dict[str, Tensor]) -> dict[str, Tensor | None]:
         """Parameters by name in the form that `apply` runs with, None for those that go; all checks come first."""
+
+    def stored(self, layer: Any, made: dict[str, Tensor | None]) -> Iterator[tuple[str, Tensor | None]]:
+        """What `convert` gave, in the order in which it is stored; a last change of layout costs one tensor at a
+        time."""
+        yield from made.items()
 
 
 def parts_of(sizes: Sizes, matrix: str) -> dict[str, range]:

@@ -4,12 +4,14 @@ Codes stay packed as the checkpoint has them: two FP4 in a byte, four FP6 in thr
 (NVFP4: 16); where that does not come out even, the last rank's rest is codes of zero.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpk._shuffled import Shuffled, shuffle, shuffle_pays
 from fpk.api import Quantized
 from fpk.check import has_fp8_units
 from fpk.formats import E4M3FN, E8M0, FP8, MX_BLOCK, NVFP4_BLOCK, scheme_of
@@ -40,6 +42,9 @@ class PackedExpertsMethod(SerializedMoEMethod):
         w13_weight_scale, w2_weight_scale: (E, 2I, H / group), (E, H, I / group), uint8 or e4m3fn.
         w13_input_scale, w2_input_scale: (E,) fp32, afterwards () or (E,). Static FP8 activations.
         w13_bias, w2_bias: fp32 or None.
+
+    On sm90 the weights of a bf16 model without quantized activations are kept in the layout of `fpk.shuffle` once they
+    are processed: w13_weight, w2_weight (E, lines, 256) uint8, w13_weight_scale, w2_weight_scale (E, rows, 1) fp32.
     """
 
     bias_dtype = torch.float32
@@ -105,6 +110,24 @@ class PackedExpertsMethod(SerializedMoEMethod):
                 made[f"{matrix}_{last}"] = loaded[f"{matrix}_{last}"]
         return made  # type: ignore[return-value]
 
+    def stored(self, layer: Any, made: dict[str, Tensor | None]) -> Iterator[tuple[str, Tensor | None]]:
+        """Shuffled where that serves, without another copy of the codes."""
+        for matrix in MATRICES:
+            codes, name = made[f"{matrix}_{self.code_name}"], f"{matrix}_{self.code_name}"
+            if codes is None or not self.shuffles(layer, codes.device):
+                continue
+            plain = self.plain(layer, matrix, codes, made[f"{matrix}_weight_scale"])
+            del made[name], codes
+            one = shuffle(plain)
+            del plain
+            yield name, one.packed
+            made[f"{matrix}_weight_scale"] = one.row_scale
+        yield from made.items()
+
+    def shuffles(self, layer: Any, device: torch.device) -> bool:
+        """Do products run faster with weights in the layout of `fpk.shuffle`, which serves bf16 tokens only?"""
+        return self.act == "none" and layer.orig_dtype is torch.bfloat16 and shuffle_pays(device)
+
     def moved(self, layer: Any) -> None:
         is_fp8 = self.act.startswith("fp8") or self.act.startswith("mxfp8")
         layer.weight_only = is_fp8 and not has_fp8_units(layer._parameters[f"w13_{self.code_name}"].device)
@@ -115,9 +138,25 @@ class PackedExpertsMethod(SerializedMoEMethod):
             return ExpertWeights(w13, w2, **self.biases(layer))
         return ExpertWeights(w13, w2, self.act, **self.biases(layer), **input_scales(layer))
 
-    def weights(self, layer: Any, matrix: str) -> Quantized:
+    def weights(self, layer: Any, matrix: str) -> Quantized | Shuffled:
         codes, scale = layer._parameters[f"{matrix}_{self.code_name}"], layer._parameters[f"{matrix}_weight_scale"]
+        if scale.dtype is not torch.float32:
+            return self.plain(layer, matrix, codes, scale)
+        sizes, second = layer.experts, getattr(layer, f"{matrix}_global_scale", None)
+        shape = torch.Size((sizes.experts, sizes.rows(matrix), sizes.cols(matrix)))
+        return Shuffled(codes, scale, self.weight, "bf16", shape, second)
+
+    def plain(self, layer: Any, matrix: str, codes: Tensor, scale: Any) -> Quantized:
+        """Codes and scales as the checkpoint has them."""
         return Quantized(codes, scale, self.weight, check=False)
+
+    def weights_for(self, layer: Any, x: Tensor) -> ExpertWeights:
+        """Tokens in fp16 find shuffled weights put back for each call: their dtype was not the model's."""
+        found = self.weights_of(layer)
+        if x.dtype is torch.bfloat16 or not isinstance(found.w13, Shuffled):
+            return found
+        w13, w2 = (Quantized(**w.parts(), check=False) if isinstance(w, Shuffled) else w for w in (found.w13, found.w2))
+        return replace(found, w13=w13, w2=w2)
 
 
 def expect_scales(what: str, scales: Tensor) -> None:
@@ -252,8 +291,7 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
             input_scale2=layer.w2_static_scale,
         )  # fmt: skip
 
-    def weights(self, layer: Any, matrix: str) -> Quantized:
-        codes, scale = layer._parameters[f"{matrix}_{self.code_name}"], layer._parameters[f"{matrix}_weight_scale"]
+    def plain(self, layer: Any, matrix: str, codes: Tensor, scale: Any) -> Quantized:
         second = getattr(layer, f"{matrix}_global_scale")
         return Quantized(codes, scale, self.weight, global_scale=second, check=False)
 

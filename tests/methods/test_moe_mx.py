@@ -176,6 +176,37 @@ def test_gptoss_layout(ranks):
         assert rel_error(out, want) < 0.008
 
 
+@pytest.mark.parametrize("weight", ("mxfp4", "mxfp6_e3m2", "nvfp4"))
+def test_shuffled_once_processed(weight, monkeypatch):
+    """Where that pays: the same values, the same storage after a second load, fp16 tokens all the same."""
+    make = (lambda layer: Nvfp4ExpertsMethod(layer.moe_config, "none")) if weight == "nvfp4" else ocp(weight)
+
+    def load(layer, seed):
+        made = mx_checkpoint(weight, seed=seed)
+        load_mx(layer, made)
+        for name in made if weight == "nvfp4" else ():
+            for e in range(E):
+                put(layer, f"{'w2' if name == 'w2' else 'w13'}_weight_scale_2", made[name][3][e].reshape(()), name, e)
+        return done(layer)
+
+    plain = load(layer_of(make), 0)
+    monkeypatch.setattr("fpk.methods.mx_moe.shuffle_pays", lambda device: True)
+    layer = load(layer_of(make), 1)
+    where = [p.data_ptr() for p in (layer.w13_weight, layer.w2_weight, layer.w13_weight_scale, layer.w2_weight_scale)]
+    load(layer, 0)
+    assert where == [
+        p.data_ptr() for p in (layer.w13_weight, layer.w2_weight, layer.w13_weight_scale, layer.w2_weight_scale)
+    ]
+    assert layer.w13_weight.shape[2] == 256 and layer.w2_weight_scale.shape == (E, H, 1)
+    assert layer.quant_method.scheme(layer) == f"{weight}:none" == plain.quant_method.scheme(plain)
+    for ours, theirs in zip(layer.quant_method.dequantize(layer), plain.quant_method.dequantize(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    x, (weights, ids) = random_x(4, H), routed(4)
+    for tokens in (x, x.half()):
+        outs = [one.quant_method.apply(one, tokens, weights, ids) for one in (layer, plain)]
+        assert rel_error(*outs) < 0.006
+
+
 def swigluoai(gate, up):
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
