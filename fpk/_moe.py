@@ -195,13 +195,16 @@ def moe_experts(
     inputs = [static.of_rows(offs, T * top_k) for static in inputs]
     on_input = weights if apply_router_weight_on_input else None
     product = dict(offs=offs, out_dtype=dtype, fast_accum=fast_accum)
+    own: dict[str, Any] = {}  # of shuffled weights whose gates and ups lie side by side, the product activates them
+    if isinstance(w13, Shuffled) and gated and interleaved:
+        own = dict(activation=activation, alpha=alpha, beta=beta, limit=limit)
     if on_input is None and gathers(x, scheme, w13, inputs[0], top_k):
         rows = x if scheme is None or isinstance(x, Quantized) else _quantized(x, None, scheme, w13, inputs[0])
         hidden = _product(rows, w13, bias13, colsum13, **product, gather=index, top_k=top_k)
     else:
         rows = _permuted(x, index, top_k, offs, scheme, w13, on_input, inputs[0])
-        hidden = _product(rows, w13, bias13, colsum13, **product)
-    rows = _activated(hidden, parameters, offs, scheme, w2, inputs[1])
+        hidden = _product(rows, w13, bias13, colsum13, **product, activated=own)
+    rows = hidden if own else _activated(hidden, parameters, offs, scheme, w2, inputs[1])
     out = _product(rows, w2, bias2, colsum2, **product)
     return OPS["moe_unpermute"](
         out, position, None if apply_router_weight_on_input else weights, residual=residual,
@@ -309,13 +312,15 @@ def _quantized(x: Tensor, offs: Tensor | None, scheme: Scheme, weight: Experts, 
 
 def _product(
     rows: Weight, weight: Experts, bias: Tensor | None, colsum: Tensor | None, *, offs: Tensor, out_dtype: torch.dtype,
-    fast_accum: bool, gather: Tensor | None = None, top_k: int = 1,
+    fast_accum: bool, gather: Tensor | None = None, top_k: int = 1, activated: dict[str, Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows times their expert's weights; the op follows from the two schemes, as in `fpk.mm`."""
     order = dict(gather=gather, top_k=top_k)
     if isinstance(weight, Shuffled):
         format = scheme_of(weight.scheme).product
-        return OPS["grouped_mm_shuffled"](rows, weight.packed, weight.row_scale, offs, format, bias, out_dtype)
+        return OPS["grouped_mm_shuffled"](
+            rows, weight.packed, weight.row_scale, offs, format, bias, out_dtype, **activated or {}
+        )
     if not isinstance(weight, Quantized):
         return OPS["grouped_mm"](rows, weight, offs, bias, out_dtype, **order)
     if reads_packed(rows, weight):
