@@ -7,16 +7,21 @@ from fpk.check import assert_close, rel_error
 from fpk.op import OPS
 
 OP = OPS["grouped_mm_shuffled"]
-FIELDS = ("kernel", "BLOCK_M", "BOX", "ROWS", "UNITS", "SPLIT")
+FIELDS = ("BLOCK_M", "BOX", "ROWS", "UNITS", "STAGES", "PER_SM", "SPLIT")
+WARPS = (  # of every number of rows of units and of boxes
+    (8, 8, 1, 1, 4, 4, True), (16, 8, 2, 2, 3, 1, True), (48, 8, 2, 1, 4, 2, False), (64, 16, 4, 1, 6, 1, False),
+    (160, 32, 3, 1, 3, 1, False),
+)  # fmt: skip
 
 
 def representatives(args):
-    """A legal config for every shape of a tile."""
-    bound, first = OP.bind(**args), {}
-    for config in OP.configs(**bound):
+    """The default and the configs above, as far as they are legal."""
+    bound = OP.bind(**args)
+    yield OP.config_for(**args)
+    for fields in WARPS:
+        config = dict(kernel="warps", **dict(zip(FIELDS, fields, strict=True)), num_warps=4)
         if OP.is_legal(config, bound, OP._device(bound)):
-            first.setdefault(tuple(config.get(n) for n in FIELDS), config)
-    return first.values()
+            yield config
 
 
 def ends(counts, device):

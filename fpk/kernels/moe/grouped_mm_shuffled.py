@@ -38,7 +38,8 @@ from fpk.kernels.gemm._gluon_units import flat_descriptor
 from fpk.kernels.gemm._operands import decode_codes
 from fpk.kernels.gemm._tickets import tickets
 from fpk.kernels.gemm._unit_assembly import assembly
-from fpk.kernels.moe._gluon_expert_units import expert_schedule_kernel, expert_units_kernel
+from fpk.kernels.moe._expert_tiles import expert_schedule_kernel
+from fpk.kernels.moe._gluon_expert_units import expert_units_kernel
 from fpk.kernels.moe._grouped import expert_bins, expert_of_rows, expert_tile, fits_row_descriptor, grid, store_zeros
 from fpk.kernels.moe._rows import row_ends
 from fpk.kernels.pack._shuffle import (
