@@ -16,15 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tables import provenance
 from turns import time_in_turns
 
-import fpk.kernels  # noqa: F401  declares every op
+import fpk.kernels
 from fpk._moe import moe
+from fpk._shuffled import Shuffled
 from fpk.api import Quantized
 from fpk.check import rel_error
 from fpk.op import OPS
@@ -59,6 +60,7 @@ class Case:
     w2: Any
     x: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)  # further arguments of the layer: biases, activation
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -136,11 +138,14 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
     made["permute"] = (moved, 2 * R * (size * H + (4 * groups if size == 1 else 0)), 0)
     rows = [moved(i) for i in range(len(case.x))]
 
-    def product(weight: Any, a: Any, i: int) -> Any:
+    act = {n: v for n, v in case.more.items() if not n.startswith("bias")}
+
+    def product(weight: Any, a: Any, i: int, **activated: Any) -> Any:
         offs = ordered[i][2]
         if case.scheme == "mxfp4":
             a = a[0] if isinstance(a, tuple) else a
-            return OPS["grouped_mm_packed"](a, weight.codes, weight.scale, offs, format_b="mxfp4")
+            bias = case.more["bias13" if weight is case.w13 else "bias2"]
+            return OPS["grouped_mm_shuffled"](a, weight.packed, weight.row_scale, offs, "mxfp4", bias, **activated)
         if case.act == "none":
             return OPS["grouped_mm"](a[0] if isinstance(a, tuple) else a, weight, offs)
         name = "grouped_scaled_mm_group" if "group" in case.act else "grouped_scaled_mm"
@@ -152,8 +157,12 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
     )  # fmt: skip
     hidden = torch.randn((R, 2 * I), device="cuda", dtype=torch.bfloat16)
     activation = "act_and_mul" if case.act == "none" else f"act_and_mul_{quantizer}"
-    made["activation"] = (lambda i: OPS[activation](hidden), R * I * (4 + size), 0)
-    second = OPS[activation](hidden)
+    made["activation"] = (lambda i: OPS[activation](hidden, **act), R * I * (4 + size), 0)
+    second = OPS[activation](hidden, **act)
+    if case.scheme == "mxfp4":
+        bytes_13, flops_13 = int(held * 2 * I * H * stored) + 2 * R * (H + I), 4 * R * I * H
+        own = {n: v for n, v in act.items() if n != "interleaved"}
+        made["w13 activated"] = (lambda i: product(case.w13, rows[i], i, **own), bytes_13, flops_13)
     made["w2"] = (
         lambda i: product(case.w2, second, i),
         int(held * I * H * stored) + R * I * size + 2 * R * H, 2 * R * I * H,
@@ -165,7 +174,7 @@ def stages(case: Case) -> dict[str, tuple[Callable[[int], Any], int, int]]:
     weights = int(held * 3 * I * H * stored)
     made["layer"] = (
         lambda i: moe(
-            case.x[i], case.logits[i], case.w13, case.w2, top_k=top_k, act=case.act, fast_accum=True
+            case.x[i], case.logits[i], case.w13, case.w2, top_k=top_k, act=case.act, fast_accum=True, **case.more
         ),
         weights, 6 * R * I * H,
     )  # fmt: skip
@@ -204,7 +213,11 @@ def layer_error(case: Case) -> float:
 
     def kept(weight: Any) -> Any:
         if not isinstance(weight, Quantized):
-            return weight[used.long()].float()
+            if not isinstance(weight, Shuffled):
+                return weight[used.long()].float()
+            packed, factor = weight.packed[used.long()], weight.row_scale[used.long()]
+            shape = torch.Size((len(used), *weight.shape[1:]))
+            return replace(weight, packed=packed, row_scale=factor, shape=shape).dequantize()
         codes = weight.codes.view(torch.uint8)[used.long()].view(weight.codes.dtype)
         return Quantized(codes, weight.scale[used.long()], weight.scheme, check=False).dequantize(torch.float32)
 
@@ -221,14 +234,19 @@ def layer_error(case: Case) -> float:
         codes, scale = OPS[name[case.act]].reference(v)
         return codes.float() * (scale.repeat_interleave(128, 1)[:, : v.shape[1]] if "group" in case.act else scale)
 
+    act = {n: v for n, v in case.more.items() if not n.startswith("bias")}
+
+    def bias_of(name: str, expert: Any) -> Any:
+        return case.more[name][expert.long()] if name in case.more else 0.0
+
     total = torch.zeros(x.shape, device="cuda")
     for t in range(len(few)):
         for j in range(top_k):
             e = int(local[ids[t, j].long()])
-            hidden = (fake(x[t : t + 1]) @ w13[e].T).to(x.dtype)
-            hidden = OPS["act_and_mul"].reference(hidden)
-            total[t] += weights[t, j] * (fake(hidden) @ w2[e].T)[0]
-    out = moe(case.x[0], case.logits[0], case.w13, case.w2, top_k=top_k, act=case.act, fast_accum=True)
+            hidden = (fake(x[t : t + 1]) @ w13[e].T + bias_of("bias13", ids[t, j])).to(x.dtype)
+            hidden = OPS["act_and_mul"].reference(hidden, **act)
+            total[t] += weights[t, j] * (fake(hidden) @ w2[e].T + bias_of("bias2", ids[t, j]))[0]
+    out = moe(case.x[0], case.logits[0], case.w13, case.w2, top_k=top_k, act=case.act, fast_accum=True, **case.more)
     return rel_error(out[few], total.to(x.dtype))
 
 
@@ -240,9 +258,14 @@ def cases(options) -> Any:
             if ("block" in scheme and (H % 128 or I % 128)) or (scheme == "mxfp4" and model != "gpt_oss_120b"):
                 continue
             w13, w2 = random_weights(E, 2 * I, H, scheme), random_weights(E, H, I, scheme)
+            more: dict[str, Any] = {}
+            if scheme == "mxfp4":  # as gpt-oss is served
+                w13, w2 = fpk.shuffle(w13), fpk.shuffle(w2)
+                biases = {n: torch.randn((E, k), device="cuda") for n, k in (("bias13", 2 * I), ("bias2", H))}
+                more = dict(activation="swigluoai", interleaved=True, **biases)
             for T in options.tokens:
                 for routing in ("balanced", "zipf") if T >= 64 else ("balanced",):
-                    yield with_tokens(Case(model, scheme, T, routing, w13, w2))
+                    yield with_tokens(Case(model, scheme, T, routing, w13, w2, more=more))
             del w13, w2
             torch.cuda.empty_cache()
 
@@ -290,7 +313,7 @@ def rows(case: Case, copy: float, other: Any, options) -> Any:
         if (case.routing != "balanced" and name != "layer") or (options.stages and name not in options.stages):
             continue
         # many calls a graph where they are short: its start, some 10 us, is no part of them
-        sets = list(range(len(case.x))) * (3 if case.T <= 64 else 2 if name in ("w13", "w2", "layer") else 12)
+        sets = list(range(len(case.x))) * (3 if case.T <= 64 else 2 if name in ("w13", "w13 activated", "w2", "layer") else 12)
         calls: dict[str, Callable[[int], Any]] = {"fpk": call}
         if other is not None:
             calls |= other.layer(case) if name == "layer" else other.stage(case, name)
