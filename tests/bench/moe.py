@@ -313,7 +313,8 @@ def rows(case: Case, copy: float, other: Any, options) -> Any:
         if (case.routing != "balanced" and name != "layer") or (options.stages and name not in options.stages):
             continue
         # many calls a graph where they are short: its start, some 10 us, is no part of them
-        sets = list(range(len(case.x))) * (3 if case.T <= 64 else 2 if name in ("w13", "w13 activated", "w2", "layer") else 12)
+        is_long = name in ("w13", "w13 activated", "w2", "layer")
+        sets = list(range(len(case.x))) * (3 if case.T <= 64 else 2 if is_long else 12)
         calls: dict[str, Callable[[int], Any]] = {"fpk": call}
         if other is not None:
             calls |= other.layer(case) if name == "layer" else other.stage(case, name)
