@@ -58,6 +58,12 @@ def finish(
     pieces = _pieces(row, PIECE * 64)
     inside = gl.arange(0, PIECE * 64, layout=pieces[0].type.layout)
     layout: gl.constexpr = _as_tile(pieces[0], PIECE).type.layout
+    # fetched before they are needed: the parts take a while
+    offs_n = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))
+    at_n = (tile * ROWS + R) * 64 + offs_n
+    mask_n = at_n < N
+    scale_rows = at_n // ROWS_S if ROWS_S > 0 else at_n * 0
+    scale = gl.load(scale_ptr + scale_rows * stride_sn.to(gl.int64), mask=mask_n, other=0.0)
     ready = whole
     parts_ptr += (m * programs).to(gl.int64) * (2 * STEP) + (R * KEEPS + T) * (64 * COLUMNS)
     tickets_ptr += (m * tiles_n + tile) * ALL + R * KEEPS + T
@@ -97,12 +103,8 @@ def finish(
                         sums = (sums + one) + two
                         part += 4 * STEP
             out = _as_tile(sums, PIECE)
-            offs_n = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))
             offs_m = _opaque(gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout)))
-            at_n, at_m = (tile * ROWS + R) * 64 + offs_n, (m * KEEPS + T) * COLUMNS + i * PIECE + offs_m
-            mask_n = at_n < N
-            scale_rows = at_n // ROWS_S if ROWS_S > 0 else at_n * 0
-            scale = gl.load(scale_ptr + scale_rows * stride_sn.to(gl.int64), mask=mask_n, other=0.0)
+            at_m = (m * KEEPS + T) * COLUMNS + i * PIECE + offs_m
             out *= scale[:, None]
             if bias_ptr is not None:
                 out += gl.load(bias_ptr + at_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
@@ -120,7 +122,7 @@ def finish(
                 if PIECES > 1:
                     barrier()  # one piece after the other, or their addresses would spill
         if not whole:
-            gl.atomic_xchg(tickets_ptr, 0, sem="release")
+            gl.store(tickets_ptr, 0)
 
 
 @gluon.jit

@@ -17,14 +17,16 @@ from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._tickets import LIMIT, tickets
 
-_FIELDS = ("BLOCK_M", "ROWS", "TURNS", "STAGES", "PER_SM", "COLUMNS", "RENAMED")
-LAUNCHER_FIELDS = ("PER_SM", "COLUMNS")
+_FIELDS = ("BLOCK_M", "ROWS", "TURNS", "STAGES", "PER_SM", "HELD", "COLUMNS", "RENAMED")
+LAUNCHER_FIELDS = ("PER_SM", "HELD", "COLUMNS")
+_LARGE, _SMALL = ((1, 1), (0, 1)), ((1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (3, 3), (4, 4))  # (PER_SM, HELD)
 GROUPS = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2))  # (ROWS, TURNS) that the kernel has
 
 
 def shares(*fields: int) -> Config:
     """A config: BLOCK_M tokens, ROWS times 64 weights, TURNS times 128 columns a step; PER_SM programs an SM divide the
-    work of COLUMNS tiles of tokens evenly, or each has a whole tile (PER_SM = 0)."""
+    work of COLUMNS tiles of tokens evenly, or each has a whole tile (PER_SM = 0). An SM can hold HELD programs: with
+    more than PER_SM, those of the next launch get ready, and fetch weights, beside those of this one."""
     config = Config(kernel="shares", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
     return config | dict(RENAMED=bool(config["RENAMED"]))
 
@@ -68,19 +70,19 @@ def _leaves_by_tma(config: Config, out: Tensor) -> bool:
 
 def registers(config: Config) -> dict[str, int]:
     """Registers of a thread, by what it does: those of a program that shares its SM are capped at the launch."""
-    groups, per_sm = config["ROWS"] * config["TURNS"], config["PER_SM"]
+    groups, held = config["ROWS"] * config["TURNS"], config["HELD"]
     if groups == 4:
         return dict(CONSUMER=112, PRODUCER=24)
     if groups == 2:
-        return dict(CONSUMER=104, PRODUCER=24, maxnreg=80) if per_sm == 2 else dict(CONSUMER=232, PRODUCER=24)
-    return dict(CONSUMER=0, PRODUCER=24, maxnreg={4: 64, 3: 80}.get(per_sm, 120))
+        return dict(CONSUMER=104, PRODUCER=24, maxnreg=80) if held == 2 else dict(CONSUMER=232, PRODUCER=24)
+    return dict(CONSUMER=0, PRODUCER=24, maxnreg={4: 64, 3: 80}.get(held, 120))
 
 
 def shares_fit(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, cols: int, out_dtype: torch.dtype
 ) -> bool:
     """Can the kernel run this?"""
-    (M, K), N, m, per_sm = a.shape, b.shape[0], config["BLOCK_M"], config["PER_SM"]
+    (M, K), N, m, held = a.shape, b.shape[0], config["BLOCK_M"], config["HELD"]
     rows, turns, stages = config["ROWS"], config["TURNS"], config["STAGES"]
     if not AVAILABLE or (rows, turns) not in GROUPS or stages < 2 or 0 < cols < K or scale_b.dtype is not torch.float32:
         return False
@@ -89,16 +91,18 @@ def shares_fit(
     in_pairs = a.stride(0) % 2 == 0 and a.data_ptr() % 4 == 0 and K % 2 == 0
     if not (in_pairs if config["RENAMED"] else fits_descriptors(a)):
         return False
-    most = 64 if rows * turns == 4 or per_sm > 1 else 256
+    if not 0 <= config["PER_SM"] <= held <= (4, 2, 1)[(rows * turns).bit_length() - 1]:
+        return False
+    most = 64 if rows * turns == 4 or held > 1 else 256
     if m not in (8, 16, 32, 64, 128, 256) or m > most or config["COLUMNS"] < 1:
         return False
-    if per_sm > 2 and (rows * turns > 1 or m > 16):
+    if held > 2 and m > (64 if held == 3 else 16):
         return False
     ring = stages * turns * (rows * 64 * 128 + m * 256 + 16)
     sums = rows * (turns - 1) * (64 * m * 4 + 16)
     leaving = rows * 2 * 64 * 64 * out_dtype.itemsize if m >= 128 else 0
     tickets_used = cdiv(M, m) * cdiv(N, 64 * rows) * rows * _keeps(config)
-    return tickets_used <= LIMIT and (ring + sums + leaving + 1024) * max(1, per_sm) <= device.shared_limit
+    return tickets_used <= LIMIT and (ring + sums + leaving + 1024) * held <= device.shared_limit
 
 
 def launch_shares(
@@ -109,6 +113,7 @@ def launch_shares(
     by_tma, keeps, made = _leaves_by_tma(config, out), _keeps(config), registers(config)
     config = {n: v for n, v in config.items() if n != "kernel"}
     block, per_sm, columns = config["BLOCK_M"], config.pop("PER_SM"), config.pop("COLUMNS")
+    del config["HELD"]
     tiles, steps = cdiv(N, 64 * config["ROWS"]), cdiv(K, 128 * config["TURNS"])
     per_program = steps
     if per_sm:
@@ -133,7 +138,9 @@ def shares_space(M: int) -> Iterator[Config]:
         if m > max(8, 2 * M) or (m < 64 and M > 256):
             continue
         for rows, turns in GROUPS:
-            for per_sm in (0, 1) if m >= 128 else (1, 2, 3, 4):
+            for per_sm, held in (
+                ((0, 1), (1, 1)) if m >= 128 else ((1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (3, 3), (4, 4))
+            ):
                 for stages in (2, 3, 4, 5, 6, 8):
                     for again in (False, True) if M <= 256 else (False,):
-                        yield shares(m, rows, turns, stages, per_sm, cdiv(M, m), again)
+                        yield shares(m, rows, turns, stages, per_sm, held, cdiv(M, m), again)
