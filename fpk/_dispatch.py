@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fpk import db
-from fpk.device import _pretended
+from fpk.device import pretended, scope
 
 try:
     from torch._C._dynamo import guards as _guards
@@ -32,8 +32,12 @@ __all__ = ["dispatcher", "refuse_grad"]
 _NATURAL = ("scale", "zero_point", "global_scale")
 
 
-def dispatcher(op: "Op[..., Any]") -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(look_up, run) of an op: `look_up` takes its arguments and gives the config, `run` also launches."""
+def dispatcher(op: "Op[..., Any]") -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """(look_up, run, call) of an op.
+
+    `look_up` takes its arguments and gives the config, `run` also launches: it is what torch's dispatcher calls. `call`
+    goes to that dispatcher, or past it where the quick entry answers and nobody listens there.
+    """
     parameters = op.__signature__.parameters
     tensors = [n for n, p in parameters.items() if "Tensor" in str(p.annotation)]
     required = [n for n in tensors if parameters[n].annotation is Tensor]
@@ -50,37 +54,18 @@ def dispatcher(op: "Op[..., Any]") -> tuple[Callable[..., Any], Callable[..., An
     signature = ", ".join(n if n not in op._defaults else f"{n}=defaults[{n!r}]" for n in parameters)
     named = ", ".join(f"{n}={n}" for n in parameters)
     first = required[0] if required else None
-    # a weight's address tells layers apart, and the first tensor's size how many tokens came; the guard tells the rest
-    weight = required[1] if len(required) > 1 else None
-    here = f"{weight}.data_ptr() ^ {first}.numel()" if weight else f"({', '.join([f'{first}.numel()', *others])},)"
-    plain = " and ".join(f"{n} is None" for n in optional) or "True"
-    read = [n for n in required if n != weight and not n.startswith(_NATURAL)]
-    rest = [n for n in required if n != weight and n.startswith(_NATURAL)]
-    aligned = " | ".join(f"{n}.data_ptr()" for n in read) or "0"
-    if rest:
-        aligned = f"({aligned} if natural else {' | '.join(f'{n}.data_ptr()' for n in read + rest)})"
-    alike = f"({''.join(n + ', ' for n in others)})" if weight else "()"
-    compared = f" and alike == {alike}" if alike != "()" else ""
-    quick = f"""
-    here = None
-    if {plain}:
-        here = {here}
-        entry = memo.get(here)
-        if entry is not None:
-            same, alike, natural, database, invariant, scope, config = entry
-            if (same({", ".join(required)}){compared} and not {aligned} & 15
-                    and database is in_use() and invariant is is_invariant() and scope is pretended()):
-                return config  # the guard has seen requires_grad, too
-"""
-    remember = f"""
-    if here is not None and not ({grad}):
-        natural = {" and ".join(f"{n}.itemsize >= 4" for n in rest) or "True"}
-        if not {aligned} & 15:
-            same = guard(({", ".join(required)},))
-            op._remember(here, (same, {alike}, natural, in_use(), is_invariant(), pretended(), config))
-"""
-    if TensorGuards is None or not required:
-        quick = remember = ""
+    quick, remember, passed = "", "", ""
+    if TensorGuards is not None and first:
+        quick, remember = _quick_entry(required, optional, others, grad)
+        passed = quick.format(found="found = config", more=_NOBODY_LISTENS).replace("\n", "\n    ")
+        passed = f"""
+    found = None
+    try:{passed.rstrip(" ")}
+    except (AttributeError, TypeError):  # not tensors: torch's dispatcher says what it expected
+        pass
+    if found is not None:
+        return op._execute(dict({named}), found, {first}.device)"""
+        quick = "\n    here = None" + quick.format(found="return config", more="")
     source = f"""
 def look_up({signature}):{quick}
     if grad_enabled() and ({grad}):
@@ -93,14 +78,56 @@ def look_up({signature}):{quick}
 
 def run({signature}):
     return op._execute(dict({named}), look_up({", ".join(parameters)}), {f"{first}.device" if first else "None"})
+
+def call({signature}):{passed if not op.mutates else ""}
+    return op.torch_op({", ".join(parameters)})
 """
-    scope: dict[str, Any] = {
-        "op": op, "memo": op._memo, "defaults": op._defaults, "pretended": _pretended.get, "active": db.active,
-        "in_use": db._active.get, "is_invariant": db._invariant.get,
-        "grad_enabled": torch.is_grad_enabled, "refuse_grad": refuse_grad, "guard": _guard,
+    names: dict[str, Any] = {
+        "op": op, "memo": op._memo, "defaults": op._defaults, "pretended": pretended, "active": db.active,
+        "scope": scope.get, "grad_enabled": torch.is_grad_enabled, "refuse_grad": refuse_grad, "guard": _guard,
+        "dispatch_modes": torch._C._len_torch_dispatch_stack, "function_modes": torch._C._len_torch_function_stack,
+        "profiled": torch.autograd._profiler_enabled, "traced": torch._C._get_tracing_state,
     }  # fmt: skip
-    exec(compile(source, f"<dispatch of {op.name}>", "exec"), scope)
-    return scope["look_up"], scope["run"]
+    exec(compile(source, f"<dispatch of {op.name}>", "exec"), names)
+    names["call"].__name__ = names["call"].__qualname__ = op.name  # what a TypeError shows
+    return names["look_up"], names["run"], names["call"]
+
+
+# modes that see every op, the profiler, torch.jit.trace: they want to be told of a call
+_NOBODY_LISTENS = " and not dispatch_modes() and not function_modes() and not profiled() and traced() is None"
+
+
+def _quick_entry(required: list[str], optional: list[str], others: list[str], grad: str) -> tuple[str, str]:
+    """Source of asking for the quick entry, where {found} stands for what to do then, and of filing it."""
+    first = required[0]
+    # a weight's address tells layers apart, and the first tensor's size how many tokens came; the guard tells the rest
+    weight = required[1] if len(required) > 1 else None
+    here = f"{weight}.data_ptr() ^ {first}.numel()" if weight else f"({', '.join([f'{first}.numel()', *others])},)"
+    plain = " and ".join(f"{n} is None" for n in optional) or "True"
+    compared = others if weight else []
+    equal = "".join(f" and (was_{n} is {n} or was_{n} == {n})" for n in compared)
+    read = [n for n in required if n != weight and not n.startswith(_NATURAL)]
+    rest = [n for n in required if n != weight and n.startswith(_NATURAL)]
+    aligned = " | ".join(f"{n}.data_ptr()" for n in read) or "0"
+    if rest:
+        aligned = f"({aligned} if natural else {' | '.join(f'{n}.data_ptr()' for n in read + rest)})"
+    quick = f"""
+    if {plain}:
+        here = {here}
+        entry = memo.get(here)
+        if entry is not None:
+            {"".join(f"was_{n}, " for n in compared)}same, natural, within, config = entry
+            if same({", ".join(required)}){equal} and not {aligned} & 15 and within is scope(){{more}}:
+                {{found}}  # the guard has seen requires_grad, too
+"""
+    remember = f"""
+    if here is not None and not ({grad}):
+        natural = {" and ".join(f"{n}.itemsize >= 4" for n in rest) or "True"}
+        if not {aligned} & 15:
+            same = guard(({", ".join(required)},))
+            op._remember(here, ({"".join(f"{n}, " for n in compared)}same, natural, scope(), config))
+"""
+    return quick, remember
 
 
 def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:

@@ -11,7 +11,6 @@ import datetime
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +30,7 @@ from fpk._db_table import (
     round_us,
     spell_case,
 )
-from fpk.device import Device
+from fpk.device import Device, scope, within
 
 __all__ = [
     "MEASURED",
@@ -151,17 +150,14 @@ class BatchInvariant:
         return self.database.candidates(op, key, device)
 
 
-_active: ContextVar[Database | None] = ContextVar("fpk_active_database", default=None)
-_invariant: ContextVar[bool] = ContextVar("fpk_batch_invariant", default=False)
 _invariant_of: dict[int, BatchInvariant] = {}  # one for each database, so that memos know it again
 
 
 def active() -> Database:
     """What look-ups ask now."""
-    database = _active.get()
-    if database is None:
-        database = default()
-    if not _invariant.get():
+    asked = scope.get()
+    database: Database = asked.database if asked.database is not None else default()
+    if not asked.invariant:
         return database
     found = _invariant_of.get(id(database))
     if found is None or found.database is not database:
@@ -176,11 +172,8 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     Ops choose their configs as for a batch of one fixed size: slower for others. Scales that the rows of a tensor
     share ("fp8_tensor" taken from the data) depend on the batch by their definition.
     """
-    token = _invariant.set(enabled)
-    try:
+    with within(invariant=enabled):
         yield
-    finally:
-        _invariant.reset(token)
 
 
 def _recorded(database: Database | None) -> Database:
@@ -205,11 +198,8 @@ def opened(database: Database | str | Path) -> Database:
 def use(database: Database | str | Path) -> Iterator[Database]:
     """Answer look-ups from `database` inside the block: a Database, a directory laid over the others, or a snapshot."""
     opened_database = opened(database)
-    token = _active.set(opened_database)
-    try:
+    with within(database=opened_database):
         yield opened_database
-    finally:
-        _active.reset(token)
 
 
 def explain(op: str, key: dict[str, Any], device: Device, database: Database | None = None) -> list[Answer]:

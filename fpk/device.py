@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,7 +86,34 @@ class Device:
         return 1 << 62 if self.arch == "cpu" else SHARED_LIMIT.get(self.arch, 49_152)
 
 
-_pretended: ContextVar[Device | None] = ContextVar("fpk_pretended_device", default=None)
+class Scope(NamedTuple):
+    """What `pretend`, `fpk.use` and `fpk.batch_invariant` say where a look-up is asked; equal scopes are one object."""
+
+    device: Device | None = None
+    database: Any = None
+    invariant: bool = False
+
+
+_SCOPES_HELD = 64
+_scopes: dict[Any, Scope] = {}
+_AT_PLAIN = (None, id(None), False)
+_PLAIN = Scope()
+scope: ContextVar[Scope] = ContextVar("fpk_scope", default=_PLAIN)
+
+
+@contextlib.contextmanager
+def within(**changes: Any) -> Iterator[None]:
+    """Inside the block, these fields of the scope are other ones."""
+    wanted = scope.get()._replace(**changes)
+    if len(_scopes) >= _SCOPES_HELD:
+        _scopes.clear()
+    at = (wanted.device, id(wanted.database), wanted.invariant)
+    wanted = _PLAIN if at == _AT_PLAIN else _scopes.setdefault(at, wanted)
+    token = scope.set(wanted)
+    try:
+        yield
+    finally:
+        scope.reset(token)
 
 
 @contextlib.contextmanager
@@ -94,15 +122,12 @@ def pretend(device: Device | str) -> Iterator[Device]:
     if isinstance(device, str):
         vendor = "amd" if device.startswith("gfx") else "nv"
         device = Device(arch=device, name="pretended", vendor=vendor, sm_count=132)
-    token = _pretended.set(device)
-    try:
+    with within(device=device):
         yield device
-    finally:
-        _pretended.reset(token)
 
 
 def pretended() -> Device | None:
-    return _pretended.get()
+    return scope.get().device
 
 
 @functools.cache
@@ -126,7 +151,7 @@ def _describe(kind: str, index: int) -> Device:
 
 def of(device: torch.device) -> Device:
     """The description of a torch device; cached, and `pretend` wins."""
-    override = _pretended.get()
+    override = scope.get().device
     if override is not None:
         return override
     index = device.index if device.index is not None else (torch.cuda.current_device() if device.type == "cuda" else 0)

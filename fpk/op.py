@@ -109,11 +109,13 @@ class Op(Generic[P, R]):
         if self.name in OPS and not interactive:
             raise ValueError(f"{self.name} is declared twice: {OPS[self.name].__module__}, {self.__module__}")
         OPS[self.name] = self
-        self.look_up, self._run = dispatcher(self)
+        self.look_up, self._run, self._call = dispatcher(self)
         self.torch_op = self._run if interactive else _register(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.torch_op(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.torch_op(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<Op {self.name}{self.__signature__}>"
