@@ -6,8 +6,8 @@
     python tests/cross.py --all           every legal candidate on every target (hours)
 
 For each launch: it compiles; its shared memory fits; a kernel meant for the matrix unit uses the instruction that its
-target has for it; the default config spills no register. Prints a table; exits 1 if something is wrong. Run with
-TRITON_INTERPRET unset.
+target has for it; the default config spills no register; no register of an address or a descriptor is read before it
+is written. Prints a table; exits 1 if something is wrong. Run with TRITON_INTERPRET unset.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import unwritten
 from capture import TARGETS, Launch, arguments, launches_of, representative
 
 import fpk.kernels  # noqa: F401  declares every op
@@ -93,11 +94,11 @@ def resources(compiled: Any) -> tuple[int | None, int | None]:
     return registers, None
 
 
-def count_instructions(compiled: Any) -> int:
-    """Machine instructions of the kernel, as the disassembler or the assembler's text has them."""
-    if "amdgcn" in compiled.asm:
-        return len(re.findall(r"^\t(?:[vs]_|ds_|buffer_|global_|flat_|scratch_)\w+", compiled.asm["amdgcn"], re.M))
-    return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", _tool("cuobjdump", "-sass", given=compiled.asm["cubin"]), re.M))
+def count_instructions(text: str, amd: bool) -> int:
+    """Machine instructions of the kernel, in the assembler's text or the disassembler's."""
+    if amd:
+        return len(re.findall(r"^\t(?:[vs]_|ds_|buffer_|global_|flat_|scratch_)\w+", text, re.M))
+    return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", text, re.M))
 
 
 def _tool(name: str, *options: str, given: bytes) -> str:
@@ -125,7 +126,10 @@ def inspect_launch(op: Op, launch: Launch, record: Record) -> None:
         return
     record.shared = compiled.metadata.shared
     record.registers, record.spills = resources(compiled)
-    record.instructions = count_instructions(compiled)
+    amd = "amdgcn" in compiled.asm
+    text = compiled.asm["amdgcn"] if amd else _tool("cuobjdump", "-sass", given=compiled.asm["cubin"])
+    record.instructions = count_instructions(text, amd)
+    record.wrong += [] if amd else [f"reads {found}" for found in unwritten.of_code(text)[:1]]
     found = sorted(set(MATRIX.findall(compiled.asm.get("ptx") or compiled.asm.get("amdgcn") or "")))
     record.matrix = " ".join(found)
     limit = SHARED_LIMIT[record.target]

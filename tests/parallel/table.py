@@ -100,11 +100,12 @@ def cells() -> list[tuple[str, str, str, str, float, str, tuple[Any, ...]]]:
 EP = 1e-3
 
 
-def results(size: int = 4, jobs: int = 1) -> dict[str, list[Any]]:
+def results(size: int = 4, jobs: int = 1, columns: tuple[str, ...] = COLUMNS) -> dict[str, list[Any]]:
     """The answers of `size` ranks to every cell that they are enough for, by its number; `jobs` worlds side by side."""
     import checks
 
-    asked = [(str(i), getattr(checks, c[5]), c[6]) for i, c in enumerate(cells()) if placements(c[2])[0] <= size]
+    wanted = [(i, c) for i, c in enumerate(cells()) if c[2] in columns and placements(c[2])[0] <= size]
+    asked = [(str(i), getattr(checks, c[5]), c[6]) for i, c in wanted]
     last = [(n, getattr(checks, n), (ranks,)) for n, ranks in OTHERS.items() if ranks <= size]
     last += [(n, getattr(checks, n), (min(ranks, size),)) for n, ranks in FAULTS.items()]
 
@@ -165,13 +166,13 @@ def engine_cell(column: str, method: str) -> bool | None:
     return engine.replays_with_changed_routing(method) if column == GRAPH else engine.is_batch_invariant(method)
 
 
-def main(path: str, jobs: int) -> int:
+def main(path: str, jobs: int, columns: tuple[str, ...] = COLUMNS) -> int:
     """Write the table of as many ranks as there are GPUs, or of four without; 1 if a cell is not what it should be."""
     import torch
 
     gpus = torch.cuda.device_count()
     size = min(4, gpus) if gpus > 1 else 4
-    answers, wrong = results(size, jobs), 0
+    answers, wrong = results(size, jobs, columns), 0
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["method", "scheme", "column", "what", "equal", "difference", "bound", "moved"])
@@ -208,7 +209,8 @@ if __name__ == "__main__":
     parser.add_argument("csv")
     parser.add_argument("--jobs", type=int, default=1, help="worlds and processes side by side")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU")
+    parser.add_argument("--columns", default=",".join(COLUMNS), help="the others are left out")
     options = parser.parse_args()
     if options.one_gpu:
         os.environ[world.ONE_GPU] = "1"
-    sys.exit(main(options.csv, options.jobs))
+    sys.exit(main(options.csv, options.jobs, tuple(options.columns.split(","))))
