@@ -5,10 +5,11 @@ import contextlib
 import pytest
 import torch
 import triton
-from op_laws import make, middle, results
+from op_laws import far_apart, make, middle, results
 
 from fpk.check import assert_close
-from fpk.device import pretend
+from fpk.device import of, pretend
+from fpk.kernels.gemm._weight_shares import renamed
 from fpk.kernels.moe._gluon_grouped import schedule_kernel
 from fpk.op import OPS
 
@@ -83,3 +84,14 @@ def test_what_rounds_to_negative_zero_keeps_its_sign(arch, dtype):
         codes, _ = OPS["quantize_fp8_token"](x, dtype=dtype)
     assert [int(c) >> 7 for c in codes.view(torch.uint8)[0, 1:]] == [1, 0, 1, 0, 1]
     assert not any(int(c) & 0x7F for c in codes.view(torch.uint8)[0, 1:])
+
+
+@pytest.mark.parametrize("rows, columns", [(3, 128), (1, 130), (2, 2304)])
+def test_columns_of_activations_are_renamed(rows, columns, device):
+    """Of every 128, 32 q + 16 s + 4 j + 2 h + e goes to 64 s + 16 j + 8 h + 2 q + e; zeros fill up the last."""
+    a = torch.randn(rows, columns + 6).to(torch.bfloat16).to(device)[:, :columns]
+    width = -(-columns // 128) * 128
+    padded = torch.nn.functional.pad(a, (0, width - columns)).reshape(rows, -1, 4, 2, 4, 2, 2)  # q, s, j, h, e
+    expected = padded.permute(0, 1, 3, 4, 5, 2, 6).reshape(rows, width)
+    for given in (a, far_apart(a, 0)) if rows > 2 else (a,):
+        assert_close(renamed(given, of(a.device)), expected.contiguous(), 0.0)
