@@ -45,8 +45,8 @@ def test_every_type_and_edge(config):
     for i, (m, n, k) in enumerate(sizes):
         done += check(
             config, M=m, N=n, K=k, dtype=codes[i % 3], bias=i % 2 == 1, seed=i,
-            a_dtype=(torch.bfloat16, torch.float16)[i == 2], out_dtype=(None, torch.float32, None, torch.float16)[i % 4],
-            granularity=((1, -1), (-1, -1), (32, -1))[2 * i % 3],
+            a_dtype=(torch.bfloat16, torch.float16)[i == 2], granularity=((1, -1), (-1, -1), (32, -1))[2 * i % 3],
+            out_dtype=(None, torch.float32, None, torch.float16)[i % 4],
         )  # fmt: skip
     assert done >= 3
 
