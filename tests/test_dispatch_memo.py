@@ -1,7 +1,12 @@
 """What a memo hit of a call may take for the same call: everything that checks and choice read must be equal."""
 
+import contextlib
+import warnings
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpk
 from fpk import _dispatch, db
@@ -141,6 +146,42 @@ def test_addresses_of_scales_that_are_words_do_not_matter(name, argument, monkey
             return op.key(**bound), [(c, op.is_legal(c, bound, device)) for c in op.configs(**bound)]
 
         assert chosen(1024) == chosen(1028)
+
+
+class Told(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Asked(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Own(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("listener", ["nobody", "dispatch", "function", "profiler", "trace", "subclass", "vmap"])
+def test_a_hit_goes_past_the_dispatcher_if_nobody_listens(listener, monkeypatch):
+    op, x, told = OPS["quantize_fp8_token"], torch.randn(4, 64), []
+    for _ in range(2):
+        op(x)
+    through = op.torch_op
+    monkeypatch.setattr(op, "torch_op", lambda *args: told.append(args) or through(*args))
+    if listener == "trace":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert "fpk::quantize_fp8_token" in str(torch.jit.trace(lambda t: op(t)[1], x).graph)
+    elif listener == "subclass":
+        op(x.as_subclass(Own))
+    elif listener == "vmap":
+        assert torch.vmap(op)(torch.randn(2, 4, 64))[1].shape == (2, 4, 1)
+    else:
+        modes = dict(nobody=contextlib.nullcontext, dispatch=Told, function=Asked, profiler=torch.profiler.profile)
+        with modes[listener]():
+            op(x)
+    assert bool(told) == (listener != "nobody")
 
 
 def test_scales_of_bytes_may_lie_anywhere(monkeypatch):
