@@ -1,4 +1,4 @@
-"""Look-up in winner tables: sources of text, an index per op, and the order of levels."""
+"""Look-up in winner tables: an index per op, and the order of levels."""
 
 import functools
 import hashlib
@@ -9,10 +9,10 @@ import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fpk._db_scale import Products, expected, full_rate, tile
+from fpk._db_sources import MemorySource, Source
 from fpk._db_table import SIZES, Row, Run, parse_runs, parse_table
 from fpk.device import Device
 
@@ -33,62 +33,6 @@ _SCALED = 3  # shapes whose rows are scaled and compared
 _OFFERED = 4  # rows of them that are offered
 _MEMO_LIMIT = 16_384
 _GPU_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<product>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm_count>\d+)(-(?P<mig>.+))?")
-
-
-class Source(Protocol):
-    """Where tables come from. Reading never raises: what is absent or unreadable is None."""
-
-    name: str
-
-    def gpus(self) -> list[str]: ...
-    def files(self, gpu: str) -> list[str]: ...
-    def read(self, gpu: str, file: str) -> str | None: ...
-
-
-class DirectorySource:
-    """`<root>/<gpu id>/<op>.csv` on disk."""
-
-    def __init__(self, root: str | Path, name: str = "") -> None:
-        self.root = Path(root)
-        self.name = name or str(root)
-
-    def gpus(self) -> list[str]:
-        try:
-            return sorted(p.name for p in self.root.iterdir() if p.is_dir())
-        except OSError:
-            return []
-
-    def files(self, gpu: str) -> list[str]:
-        try:
-            return sorted(p.name for p in (self.root / gpu).glob("*.csv"))
-        except OSError:
-            return []
-
-    def read(self, gpu: str, file: str) -> str | None:
-        try:
-            return (self.root / gpu / file).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            warnings.warn(f"fpk: cannot read {self.root / gpu / file}: {error}", RuntimeWarning, stacklevel=2)
-            return None
-
-
-class MemorySource:
-    """Tables as a mapping from "<gpu id>/<file>" to text: snapshots and tests."""
-
-    def __init__(self, texts: Mapping[str, str], name: str = "memory") -> None:
-        self.texts = dict(texts)
-        self.name = name
-
-    def gpus(self) -> list[str]:
-        return sorted({path.split("/")[0] for path in self.texts})
-
-    def files(self, gpu: str) -> list[str]:
-        return sorted(path.split("/")[1] for path in self.texts if path.startswith(gpu + "/"))
-
-    def read(self, gpu: str, file: str) -> str | None:
-        return self.texts.get(f"{gpu}/{file}")
 
 
 class Answer(NamedTuple):
@@ -145,6 +89,16 @@ class Table:
         found = expected(near, m, n, k, sm_count, products.rate)
         return [(us, distance, row) for us, _, distance, row in found[:count]]
 
+    def configs(self, key: Mapping[str, Any], sm_count: int, shared_limit: int) -> list[dict[str, Any]]:
+        """What `Tables` offers from a single table whose times can be scaled, in its order; [] if they cannot."""
+        scaled = self.scaled(key, sm_count)
+        if not scaled:
+            return []
+        exact = self.exact(key)
+        kept = [row for row in exact if _answers_itself(row)]
+        kept += [row for _, distance, row in scaled if distance or not exact]
+        return [row.config for row in kept if row.shared_bytes <= shared_limit]
+
     def _made_ready(self, flags: frozenset[Any], sm_count: int) -> Products | None:
         """The recorded shapes with these flags (SOFT_FLAGS apart), and the rate that none of them exceeds."""
         shapes = self._shapes.get(flags)
@@ -182,6 +136,11 @@ class Table:
                     position += 1
         found.sort()
         return [(distance, block) for distance, _, block in found[:count]]
+
+
+def _answers_itself(row: Row) -> bool:
+    """Slower rows are there for their neighbours."""
+    return row.rank <= 1 or row.us < row.default_us
 
 
 def _split(key: Mapping[str, Any]) -> tuple[frozenset[Any], float, tuple[float, ...]]:
@@ -266,7 +225,11 @@ class Tables:
         memo_key = (op, device, *key, *key.values())
         configs = self._memo.get(memo_key)
         if configs is None:
-            configs = [row.config for _, row, _, _, _ in self._offers(op, key, device)]
+            tables = self._present.get((gpu_id(device), op), ())
+            if len(tables) == 1:  # the usual case, without the words that `answers` adds
+                configs = tables[0][1].configs(key, device.sm_count, device.shared_limit)
+            if not configs:
+                configs = [row.config for _, row, _, _, _ in self._offers(op, key, device)]
             if not configs:
                 self._say_missing(op, key, device)
             if len(self._memo) >= _MEMO_LIMIT:
@@ -319,9 +282,7 @@ class Tables:
         for name, table in tables:
             exact = table.exact(key)
             if exact:
-                for row in exact:
-                    if row.rank <= 1 or row.us < row.default_us:  # slower ones are there for their neighbours
-                        offers.append(("exact", row, gpu, name, 0.0))
+                offers = [("exact", row, gpu, name, 0.0) for row in exact if _answers_itself(row)]
                 break
         scaled = [(us, i, d, row) for i, (_, table) in enumerate(tables) for us, d, row in table.scaled(key, sm_count)]
         if len(tables) > 1:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fpk._db_hash import jitted_by, source_hash
-from fpk._db_lookup import Answer, DirectorySource, MemorySource, Snapshot, Source, Table, Tables, gpu_id, siblings
+from fpk._db_lookup import Answer, Snapshot, Table, Tables, gpu_id, siblings
+from fpk._db_sources import DirectorySource, MemorySource, Source
 from fpk._db_table import (
     MEASURED,
     SIZES,

@@ -174,7 +174,10 @@ class Op(Generic[P, R]):
         return self.tol(**bound) if callable(self.tol) else self.tol
 
     def _device(self, bound: dict[str, Any]) -> Device:
-        return of(next(v for v in bound.values() if isinstance(v, Tensor)).device)
+        for value in bound.values():
+            if isinstance(value, Tensor):
+                return of(value.device)
+        raise ValueError(f"{self.name}: expected a tensor among the arguments")
 
     def _validate(self, bound: dict[str, Any]) -> None:
         expect_same_device(self.name, {n: v for n, v in bound.items() if isinstance(v, Tensor)})

@@ -181,9 +181,14 @@ def test_database_layer_imports_only_torch_and_the_standard_library():
             for name in names:
                 assert name.split(".")[0] in allowed, f"{path.name} imports {name}"
                 if name.startswith("fpk."):
-                    assert name in ("fpk.device", "fpk._db_hash", "fpk._db_lookup", "fpk._db_scale", "fpk._db_table"), (
-                        name
-                    )
+                    assert name in (
+                        "fpk.device",
+                        "fpk._db_hash",
+                        "fpk._db_lookup",
+                        "fpk._db_scale",
+                        "fpk._db_sources",
+                        "fpk._db_table",
+                    ), name
 
 
 def test_lookup_is_cheap():

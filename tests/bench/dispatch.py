@@ -4,8 +4,9 @@
 
 Wall clock of Python on one core, the fastest of many short runs. Hosts differ: `strides` is a cost in calls of
 `Tensor.stride()` on the same host, and the first rows are the pieces that the others are made of. Cold look-ups are
-means over shapes that no table has, each asked once with every memo empty; `key to config` is what a look-up does, and
-`first call` the checks of all arguments too.
+means over shapes that no table has, each asked once with every memo empty: arguments to key to the configs that the
+database offers; then also whether the first of them is sound and legal here, or which default; then the checks of the
+arguments and filing the answer too, which is all that a first call of a shape adds.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import csv
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,8 +100,10 @@ def cold(device: str) -> Iterator[tuple[str, str, float]]:
                 best = min(best, (time.perf_counter() - start) / len(bounds))
             return 1e6 * best
 
-        yield "cold, key to config", name, mean(op._choose)
-        yield "cold, first call", name, mean(lambda bound, op=op: op.look_up(*in_order(op, bound)))
+        gpu, ask = op._device(bounds[0]), database.candidates
+        yield "cold look-up", name, mean(lambda bound, op=op, ask=ask, gpu=gpu: ask(op.name, op.key(**bound), gpu))
+        yield "and whether its answer is legal", name, mean(op._choose)
+        yield "and all arguments right", name, mean(lambda bound, op=op: op.look_up(*in_order(op, bound)))
 
 
 def launches(device: str) -> Iterator[tuple[str, str, float]]:
@@ -129,10 +132,11 @@ def launches(device: str) -> Iterator[tuple[str, str, float]]:
         yield "dispatch over it", name, run(lambda op=op, args=args: op(**args)) - alone
 
 
-BOUNDS = {"memo hit": 1.0, "cold, key to config": 20.0, "dispatch over it": 15.0}
+PARTS = (pieces, hits, cold, launches)
+BOUNDS = {"memo hit": 1.0, "cold look-up": 20.0, "dispatch over it": 15.0}
 
 
-def rows(device: str) -> Iterator[dict[str, Any]]:
+def rows(device: str, parts: Sequence[Any] = PARTS) -> Iterator[dict[str, Any]]:
     facts = (
         {n: v for n, v in provenance().items() if n in FIELDS}
         if device == "cuda"
@@ -140,7 +144,7 @@ def rows(device: str) -> Iterator[dict[str, Any]]:
     )
     facts |= dict(cpu=cpu(), python=platform.python_version())
     stride = 0.0
-    for part in (pieces, hits, cold, launches):
+    for part in parts:
         for what, name, us in part(device):
             stride = us if what == "Tensor.stride()" else stride
             yield dict(
