@@ -181,6 +181,7 @@ def parallel(folder: str = "") -> str:
             worst = max(float(r["difference"]) for r in here)
             over = [r for r in here if r["bound"] and float(r["difference"]) > float(r["bound"])]
             text = "equal" if all(r["equal"] == "1" for r in here) else f"{worst:.0e}"
+            text += "".join(f", {r['moved']} operands" for r in here if r["moved"] and r["moved"][0] != "0")
             cells.append(f"**{text}, bound {float(over[0]['bound']):.0e}**" if over else text)
         rows.append([f"`{method}`", f"`{scheme}`", *cells])
     return table(["layer", "weights:activations", *columns], rows)
