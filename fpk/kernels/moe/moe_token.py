@@ -8,8 +8,8 @@
 What the quantizers, moe_up and moe_down give; gates, ups, rows and products are rounded to out_dtype. Weights are read
 once, as fast as memory gives them.
 
-Kernels: `stream`, for Hopper (_gluon_token); `plain`, for any GPU, in which every program quantizes what it multiplies.
-Both are two launches.
+Kernels: `stream`, for Hopper (_gluon_token), which does not round products before it sums them over experts; `plain`,
+for any GPU, in which every program quantizes what it multiplies. Both are two launches.
 
 Source: the decode step of mixture-of-experts models.
 """
@@ -39,7 +39,7 @@ from fpk.kernels._activation import activate, activated, activation_parameters, 
 from fpk.kernels._groups import group_amax
 from fpk.kernels._tile import after_previous, amax_key, amax_of_key, early_start, fp8_constants, quantize_fp8
 from fpk.kernels.moe._few import experts_of, few_inputs, local_expert, products, strides_of_ones
-from fpk.kernels.moe._token_launch import STREAM_KERNEL, held, launch_stream, rows_for
+from fpk.kernels.moe._token_launch import STREAM_KERNEL, fits_stream, launch_stream, stream_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales
 from fpk.shapes import MOE_LAYERS
@@ -126,17 +126,6 @@ def check(
             raise ValueError("moe_token.residual_weight: expected None without residual, got a tensor")
         expect_shape("moe_token.residual_weight", residual_weight, (1, 1))
         expect_dtype("moe_token.residual_weight", residual_weight, torch.float32)
-
-
-def streams(w13: Tensor, w2: Tensor) -> bool:
-    """Can boxes of these weights be fetched for `stream`?"""
-
-    def whole(w: Tensor) -> bool:
-        E, N, K = w.shape
-        row = w.stride(1)
-        return K % 128 == 0 and row % 16 == 0 and w.data_ptr() % 16 == 0 and (E == 1 or w.stride(0) == N * row)
-
-    return whole(w13) and whole(w2) and w13.shape[2] <= 16384 and w2.shape[2] <= 16384
 
 
 @triton.jit
@@ -247,34 +236,13 @@ def _down_kernel(
 
 
 def configs(ids: Tensor, w2: Tensor, **_: Any):
-    top_k, (_, H, I) = ids.shape[1], w2.shape
-
-    def best(width: int, count: int, boxes: tuple[int, ...]) -> int:
-        loads = {}
-        for box in boxes:
-            rows = rows_for(width, count, box, 132)
-            if rows:
-                loads[box] = (-(-count * width // rows // 132) * rows, -box)
-        return min(loads, key=lambda box: loads[box], default=boxes[0])
-
-    first = dict(BOX13=best(I, top_k, (16, 32)), BOX2=best(H, 1, (16, 32, 64)))
-    yield Config(kernel="stream", **first, STAGES=3, num_warps=4, maxnreg=112)
+    yield from stream_configs(ids.shape[1], *w2.shape[1:])
     for rows, warps in ((128, 4), (64, 4), (16, 2)):
         yield Config(kernel="plain", BLOCK_N=rows, BLOCK_K=128, num_warps=warps)
-    for box13 in (16, 32, 64):
-        for box2 in (16, 32, 64):
-            for stages, warps, registers in ((3, 4, 112), (3, 8, 80), (2, 4, 112), (5, 4, 128), (5, 8, 128)):
-                yield Config(
-                    kernel="stream", BOX13=box13, BOX2=box2, STAGES=stages, num_warps=warps, maxnreg=registers
-                )  # fmt: skip
 
 
 def legal(config: Config, device: Device, x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, **_: Any) -> bool:
-    if config["kernel"] == "plain":
-        return True
-    boxes = rows_for(w2.shape[2], ids.shape[1], config["BOX13"], 132), rows_for(w2.shape[1], 1, config["BOX2"], 132)
-    whole = streams(w13, w2) and x.stride(1) == 1 and min(boxes) > 0
-    return whole and held(config, ids.shape[1], w2.shape[1], w2.shape[2]) <= device.shared_limit
+    return config["kernel"] == "plain" or fits_stream(config, device, x, ids.shape[1], w13, w2)
 
 
 def key(ids: Tensor, w2: Tensor, group: int, block_rows: int, out_dtype: torch.dtype, **_: Any) -> dict[str, int | str]:
