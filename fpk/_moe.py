@@ -21,7 +21,7 @@ from fpk._moe_checks import (
     result_dtype,
     scheme_of_weight,
 )
-from fpk._moe_shortcuts import down, fits_few, up
+from fpk._moe_shortcuts import down, fits_few, fits_token, through, up
 from fpk._pairs import packed_arguments, reads_packed
 from fpk._shuffled import Shuffled
 from fpk.api import Quantized, quantize
@@ -185,6 +185,17 @@ def moe_experts(
     expect_zero_points(scheme, inputs)
 
     parameters = dict(activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, beta=beta, limit=limit)
+    if (
+        not apply_router_weight_on_input
+        and isinstance(x, Tensor) and isinstance(w13, Quantized) and isinstance(w2, Quantized) and scheme is not None
+        and fits_token(
+            x, ids, w13, w2, scheme, inputs, dtype, bias13 is not None or bias2 is not None, gated, interleaved
+        )
+    ):  # fmt: skip
+        return through(
+            x, weights, ids, w13, w2, scheme, dtype, activation=activation, alpha=alpha, beta=beta, limit=limit,
+            expert_map=expert_map, residual=residual, residual_weight=residual_weight,
+        )  # fmt: skip
     if not apply_router_weight_on_input and fits_few(x, ids, w13, w2, scheme, inputs, dtype):
         tokens = x if scheme is None or isinstance(x, Quantized) else _quantized(x, None, scheme, w13, inputs[0])
         rows: Weight = up(tokens, ids, w13, w2, bias13, expert_map, dtype, parameters)

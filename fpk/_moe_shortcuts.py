@@ -1,4 +1,4 @@
-"""A layer of one token needs no sorting (moe_up, moe_down): when that is faster, and how."""
+"""A layer of one token needs no sorting (moe_token, moe_up, moe_down): when that is faster, and how."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from fpk._moe_checks import Experts, Static, Weight, codes_of
 from fpk.api import Quantized
 from fpk.check import has_fp8_units
 from fpk.formats import FP8, Scheme
+from fpk.kernels.moe._token_launch import streams
 from fpk.op import OPS, batch_must_not_matter
 
 WIDTH = 512
@@ -32,6 +33,34 @@ def fits_few(
     if scheme is None or not isinstance(x, Quantized):
         return True
     return x.zero_point is None and x.scale.dtype is torch.float32 and x.scale.shape[0] == x.codes.shape[0]
+
+
+def fits_token(
+    x: Weight, ids: Tensor, w13: Experts, w2: Experts, scheme: Scheme | None, static: list[Static], dtype: torch.dtype,
+    bias: bool, gated: bool, interleaved: bool,
+) -> bool:  # fmt: skip
+    """Would moe_token run this layer, on a GPU that its fast kernel is made for? As fits_few, of any width."""
+    if ids.shape[0] != 1 or scheme is None or isinstance(x, Quantized) or dtype is torch.float32 or bias:
+        return False
+    if not gated or interleaved or any(s.scale is not None for s in static) or batch_must_not_matter():
+        return False
+    return (
+        _has_product(w13, w2, scheme)
+        and isinstance(w13, Quantized)
+        and isinstance(w2, Quantized)
+        and streams(x, ids.shape[1], w13.codes, w2.codes)
+    )
+
+
+def through(
+    x: Tensor, weights: Tensor, ids: Tensor, w13: Quantized, w2: Quantized, scheme: Scheme, dtype: torch.dtype,
+    **more: Any,
+) -> Tensor:  # fmt: skip
+    """The layer in one op."""
+    return OPS["moe_token"](
+        x, weights, ids, w13.codes, w2.codes, w13.scale, w2.scale, group=scheme.granularity.cols,
+        block_rows=w13.granularity.rows, out_dtype=dtype, **more,
+    )  # fmt: skip
 
 
 def _has_product(w13: Experts, w2: Experts, scheme: Scheme | None) -> bool:
