@@ -77,11 +77,15 @@ class Work:
 class Soak:
     """Ops at random on every thread, each on a stream, half of the calls as replays of a graph.
 
-    `turn` is entered around everything that runs on the GPU: somebody else may want it in between.
+    `turn` is entered around everything that runs on the GPU: somebody else may want it in between. `clock` tells
+    seconds of work; time in which the process is stopped is none.
     """
 
-    def __init__(self, turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext) -> None:
-        self.turn = turn
+    def __init__(
+        self, turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.turn, self.clock = turn, clock
         self.ready: list[str] = []
         self.first: list[list[Tensor]] = []
         self.shares: list[list[Work]] = [[] for _ in range(THREADS)]
@@ -126,13 +130,13 @@ class Soak:
         number, failed = 0, len(self.failures)
         while time.monotonic() + 1 < end and self.ready and len(self.failures) == failed:
             with self.turn():
-                start = time.monotonic()
+                start = self.clock()
                 for thread in threads:
-                    thread.begin(min(end, start + SLICE))
+                    thread.begin(min(end, time.monotonic() + SLICE))
                 for thread in threads:
                     thread.finish()
                 torch.cuda.synchronize()
-                self.active += time.monotonic() - start
+                self.active += self.clock() - start
             number += 1
             if number % 10 == 0:
                 self.report()
