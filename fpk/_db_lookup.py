@@ -77,27 +77,40 @@ class Table:
 
         A config stands once, with the row of the shape closest to `key`. [] if the op's times cannot be scaled.
         """
-        flags = _flags(key)
-        if flags in self._products:
-            products = self._products[flags]
-        else:
-            products = self._products[flags] = self._made_ready(_split(key)[0], sm_count)
-        if products is None or "M" not in key or "N" not in key or "K" not in key:
+        products = self._products_like(key, sm_count)
+        if products is None:
             return []
         m, n, k = key["M"], key["N"], key["K"]
         near = products.near(_log2(m), _log2(n), _log2(k), SCALED_LIMIT, _SCALED)
         found = expected(near, m, n, k, sm_count, products.rate)
         return [(us, distance, row) for us, _, distance, row in found[:count]]
 
-    def configs(self, key: Mapping[str, Any], sm_count: int, shared_limit: int) -> list[dict[str, Any]]:
-        """What `Tables` offers from a single table whose times can be scaled, in its order; [] if they cannot."""
-        scaled = self.scaled(key, sm_count)
-        if not scaled:
-            return []
-        exact = self.exact(key)
+    def configs(self, key: Mapping[str, Any], sm_count: int, shared_limit: int) -> list[dict[str, Any]] | None:
+        """What `Tables` offers from a single table whose times can be scaled, in its order; None if they cannot."""
+        products = self._products_like(key, sm_count)
+        if products is None:
+            return None
+        m, n, k = key["M"], key["N"], key["K"]
+        near = products.near(_log2(m), _log2(n), _log2(k), SCALED_LIMIT, _SCALED)
+        if not near:
+            return []  # what is too far to be scaled is too far for the level "nearest"
+        found = expected(near, m, n, k, sm_count, products.rate)
+        if not found:
+            return None
+        exact = self.exact(key) if near[0][0] == 0 else []
         kept = [row for row in exact if _answers_itself(row)]
-        kept += [row for _, distance, row in scaled if distance or not exact]
+        kept += [row for _, _, distance, row in found[:_OFFERED] if distance or not exact]
         return [row.config for row in kept if row.shared_bytes <= shared_limit]
+
+    def _products_like(self, key: Mapping[str, Any], sm_count: int) -> Products | None:
+        if "M" not in key or "N" not in key or "K" not in key:
+            return None
+        flags = _flags(key)
+        try:
+            return self._products[flags]
+        except KeyError:
+            products = self._products[flags] = self._made_ready(_split(key)[0], sm_count)
+            return products
 
     def _made_ready(self, flags: frozenset[Any], sm_count: int) -> Products | None:
         """The recorded shapes with these flags (SOFT_FLAGS apart), and the rate that none of them exceeds."""
@@ -229,7 +242,8 @@ class Tables:
             if len(tables) == 1:  # the usual case, without the words that `answers` adds
                 configs = tables[0][1].configs(key, device.sm_count, device.shared_limit)
             if not configs:
-                configs = [row.config for _, row, _, _, _ in self._offers(op, key, device)]
+                offers = self._offers if configs is None else self._of_siblings
+                configs = [row.config for _, row, _, _, _ in offers(op, key, device)]
             if not configs:
                 self._say_missing(op, key, device)
             if len(self._memo) >= _MEMO_LIMIT:
@@ -258,8 +272,10 @@ class Tables:
         gpu = gpu_id(device)
         limit, sm_count = device.shared_limit, device.sm_count
         found = [offer for offer in self._of_gpu(op, key, gpu, sm_count) if offer[1].shared_bytes <= limit]
-        if found:
-            return found
+        return found or self._of_siblings(op, key, device)
+
+    def _of_siblings(self, op: str, key: Mapping[str, Any], device: Device) -> list[_Offer]:
+        gpu, limit, sm_count = gpu_id(device), device.shared_limit, device.sm_count
         others = self._siblings.get(gpu)
         if others is None:
             if self._gpus is None:

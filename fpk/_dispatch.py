@@ -114,9 +114,11 @@ def _quick_entry(required: list[str], optional: list[str], others: list[str], gr
     quick = f"""
     if {plain}:
         here = {here}
-        entry = memo.get(here)
-        if entry is not None:
-            {"".join(f"was_{n}, " for n in compared)}same, natural, within, config = entry
+        try:
+            {"".join(f"was_{n}, " for n in compared)}same, natural, within, config = memo[here]
+        except KeyError:
+            pass
+        else:
             if same({", ".join(required)}){equal} and not {aligned} & 15 and within is scope(){{more}}:
                 {{found}}  # the guard has seen requires_grad, too
 """
