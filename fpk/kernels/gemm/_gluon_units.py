@@ -210,6 +210,22 @@ def _pieces(acc, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def _in_a_row(x):
+    """A tile of sums as elements in a row, of which a thread has four neighbours: registers are renamed."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    row = x.reshape((4, 2, 8, COLUMNS // 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((64 * COLUMNS,))
+    return gl.convert_layout(row, gl.BlockedLayout([4], [32], [4], [0]), assert_trivial=True)
+
+
+@gluon.jit
+def _as_tile(row, LAYOUT: gl.constexpr):
+    """The inverse of _in_a_row."""
+    COLUMNS: gl.constexpr = row.shape[0] // 64
+    x = row.reshape((COLUMNS // 8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, COLUMNS))
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def _finish(
     acc, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, scale_a_ptr, bias_ptr, M, N, stride_om, stride_sa,
     whole, m, tile, tiles_n, program, first, last, programs, ROWS: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -222,7 +238,7 @@ def _finish(
     layout: gl.constexpr = sums.type.layout
     offs_n = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))
     offs_m = _opaque(gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout)))
-    inside = offs_m[None, :] * 64 + offs_n[:, None]
+    inside = gl.arange(0, 64 * PIECE, layout=gl.BlockedLayout([4], [32], [4], [0])) + (_opaque(program) - program) * 4
     at_n = (tile * ROWS + R) * 64 + offs_n
     mask_n = at_n < N
     row_scale = gl.load(row_scale_ptr + at_n, mask=mask_n, other=0.0)
@@ -232,7 +248,7 @@ def _finish(
         # a program leaves at most two parts: one of a tile that it does not begin (0), one of one that it does (1)
         mine = parts_ptr + (2 * program + (program == first).to(gl.int32)).to(gl.int64) * STEP
         for i in gl.static_range(BLOCK_M // PIECE):
-            gl.store(mine + i * PIECE * 64 + inside, pieces[i])
+            gl.store(mine + i * PIECE * 64 + inside, _in_a_row(pieces[i]))
         barrier()
         ticket = gl.atomic_add(tickets_ptr + (m * tiles_n + tile) * ROWS + R, 1, sem="acq_rel")
         ready = ticket == last - first
@@ -241,21 +257,26 @@ def _finish(
             sums = pieces[i]
             if not whole:
                 part = parts_ptr + (2 * first + 1).to(gl.int64) * STEP + i * PIECE * 64
-                sums = gl.load(part + inside, cache_modifier=".cg")
+                row = gl.load(part + inside, cache_modifier=".cg")
                 part += STEP
-                if BLOCK_M == 64:  # two are on their way; a barrier keeps LLVM from unrolling, which would spill
-                    for k in range(first + 1, last + 1, 2):
+                if BLOCK_M == 64:  # as many as fit are on their way; a barrier keeps LLVM from unrolling further
+                    AHEAD: gl.constexpr = 4 if ROWS > 1 else 2
+                    for k in range(first + 1, last + 1, AHEAD):
                         barrier()
-                        two = (inside >= 0) & (k < last)
-                        one = gl.load(part + inside, cache_modifier=".cg")
-                        sums += one + gl.load(part + 2 * STEP + inside, mask=two, other=0.0, cache_modifier=".cg")
-                        part += 4 * STEP
+                        more = gl.load(part + inside, cache_modifier=".cg")
+                        for j in gl.static_range(1, AHEAD):
+                            there = (inside >= 0) & (k + j <= last)
+                            at = part + 2 * j * STEP + inside
+                            more += gl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+                        row += more
+                        part += 2 * AHEAD * STEP
                 else:  # LLVM unrolls by itself, so that four of few tokens are on their way
                     for _ in range(first, last):
                         if BLOCK_M > 64:
                             barrier()
-                        sums += gl.load(part + inside, cache_modifier=".cg")
+                        row += gl.load(part + inside, cache_modifier=".cg")
                         part += 2 * STEP
+                sums = _as_tile(row, layout)
             at_m = m * BLOCK_M + i * PIECE + offs_m
             mask_m = at_m < M
             sums *= row_scale[:, None]

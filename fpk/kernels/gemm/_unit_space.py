@@ -7,8 +7,8 @@ from triton import cdiv
 from fpk.db import Config
 from fpk.kernels.pack._shuffle import COLUMNS, ROWS
 
-# tokens, rows of units, units along K, stages, programs an SM with even shares of the work (0: one, of whole tiles)
-# and rows that a group holds where it is not 1.
+# tokens, rows of units, units along K, stages, programs an SM (negative: of whole tiles, else of even shares of the
+# work), and rows that a group holds where it is not 1.
 # What an H200 ran fastest at real layers' sizes: most tokens; codes of 4 bits, of 6, FP8 activations
 _FEW = (
     (8, (8, 1, 2, 3, 4), (8, 1, 2, 3, 4), (8, 1, 2, 3, 4)),
@@ -22,9 +22,9 @@ _SPACE = (
     (1, 2, 2, 2), (1, 2, 2, 3), (1, 2, 3, 3), (1, 2, 2, 4), (1, 2, 3, 4), (2, 1, 4, 2), (2, 2, 3, 2), (2, 2, 4, 2),
     (2, 1, 2, 1), (2, 1, 3, 1), (2, 1, 4, 1), (2, 2, 2, 1), (2, 2, 3, 1), (2, 2, 4, 1), (2, 4, 2, 1), (3, 2, 3, 1),
     (3, 1, 4, 1),
-    (2, 1, 2, 0), (2, 1, 3, 0), (2, 1, 4, 0), (2, 2, 2, 0), (2, 2, 3, 0),
+    (2, 1, 2, -1), (2, 1, 3, -1), (2, 1, 4, -1), (2, 2, 2, -1), (2, 2, 3, -1), (1, 2, 2, -4), (1, 2, 3, -4),
     (2, 1, 3, 4, 2), (2, 1, 3, 3, 2), (2, 1, 4, 3, 2), (4, 1, 3, 2, 2), (4, 1, 4, 1, 2), (4, 1, 5, 1, 2),
-    (4, 2, 2, 1, 2), (4, 2, 3, 1, 2), (6, 1, 3, 1, 3), (6, 1, 4, 1, 3),
+    (4, 1, 3, -1, 2), (4, 1, 4, -1, 2), (4, 2, 2, 1, 2), (4, 2, 3, 1, 2),
 )  # fmt: skip
 
 
@@ -39,8 +39,8 @@ def registers(groups: int, per_sm: int) -> dict[str, int]:
 
 def _warps(tokens: int, rows: int, units: int, stages: int, per_sm: int, held: int = 1) -> Config:
     return Config(
-        kernel="warps", SPLIT_K=0 if per_sm else 1, BLOCK_M=tokens, BLOCK_N=ROWS * rows, BLOCK_K=COLUMNS * units,
-        HELD=held, STAGES=stages, PER_SM=max(1, per_sm), num_warps=4,
+        kernel="warps", SPLIT_K=int(per_sm < 0), BLOCK_M=tokens, BLOCK_N=ROWS * rows, BLOCK_K=COLUMNS * units,
+        HELD=held, STAGES=stages, PER_SM=abs(per_sm), num_warps=4,
     )  # fmt: skip
 
 
@@ -48,13 +48,17 @@ def unit_warps_configs(M: int, N: int, six: bool, fp8: bool, sms: int) -> Iterat
     """The defaults for M tokens."""
     for most, *found in _FEW:
         if most >= M:
-            yield _warps(*found[2 if fp8 else six])
+            fields = found[2 if fp8 else six]
+            per_sm = fields[-1]
+            if most <= 16 and not six and 0.8 * per_sm * sms <= cdiv(N, ROWS) <= per_sm * sms:
+                fields = (*fields[:-1], -per_sm)  # nearly one row of units for every program: no parts
+            yield _warps(*fields)
             return
     if not fp8:  # the wider tile reads less, and is the first unless it leaves more of a wave idle
         narrow, wide = (cdiv(cdiv(M, m) * cdiv(N, 2 * ROWS), sms) * m for m in (128, 256))
         if wide <= 1.12 * narrow:
-            yield _warps(256, 2, 1, 2 if six else 3, 0)
-    yield _warps(128, 2, 2, 3, 1) if fp8 else _warps(128, 2, 2, 2, 0)
+            yield _warps(256, 2, 1, 2 if six else 3, -1)
+    yield _warps(128, 2, 2, 3, 1) if fp8 else _warps(128, 2, 2, 2, -1)
 
 
 def unit_warps_space(M: int) -> Iterator[Config]:
@@ -62,6 +66,9 @@ def unit_warps_space(M: int) -> Iterator[Config]:
     for m in (8, 16, 32, 64, 128, 256):
         for fields in _SPACE:
             rows, per_sm = fields[0], fields[3]
-            fit = rows == 2 and per_sm < 2 if m >= 128 else per_sm > 0
+            if m >= 128:
+                fit = abs(per_sm) == 1 and (rows == 2 or (rows == 4 and m == 128))
+            else:
+                fit = per_sm != -1
             if fit and m <= max(8, 2 * M) and (m >= 64 or M <= 256):
                 yield _warps(m, *fields)
