@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,40 +28,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fpk.db import Config
 from fpk.device import Device, of
-from fpk.kernels._tile import after_previous, early_start
+from fpk.kernels._tile import early_start
+from fpk.kernels.moe._gluon_parts import AVAILABLE, barrier, schedule_kernel, tma_load, tma_store
+from fpk.kernels.moe._gluon_slim import launch_slim, slim_configs, slim_legal
 from fpk.kernels.moe._grouped import fits_row_descriptor, fits_weight_descriptor
 from fpk.op import Kernel
-
-# Gluon's interface moves between versions of triton; on one that this was not built with there are no candidates
-AVAILABLE = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"], ["3", "8"], ["3", "9"])
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@triton.jit(do_not_specialize=["R", "E"])
-def schedule_kernel(
-    offs_ptr, table_ptr, R, E, PDL: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """table: the number of row tiles, then of each its expert (E: rows of none), first row, and row after the last."""
-    after_previous(PDL)
-    e = tl.arange(0, BLOCK_E)
-    end = tl.where(e < E, tl.minimum(tl.load(offs_ptr + e, mask=e < E, other=0), R), R)
-    begin = tl.minimum(tl.load(offs_ptr + e - 1, mask=(e > 0) & (e <= E), other=0), R)
-    tiles = tl.where(e <= E, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M), 0)
-    done = tl.cumsum(tiles, axis=0)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    earlier = done[None, :] <= i[:, None]
-    expert = tl.sum(earlier.to(tl.int32), axis=1)
-    here = e[None, :] == expert[:, None]
-    first = tl.sum(tl.where(here, begin[None, :], 0), axis=1)
-    before = tl.sum(tl.where(earlier, tiles[None, :], 0), axis=1)
-    total = tl.sum(tiles, axis=0)
-    mask = i < total
-    tl.store(table_ptr + 1 + 3 * i, expert, mask=mask)
-    tl.store(table_ptr + 2 + 3 * i, first + (i - before) * BLOCK_M, mask=mask)
-    tl.store(table_ptr + 3 + 3 * i, tl.sum(tl.where(here, end[None, :], 0), axis=1), mask=mask)
-    tl.store(table_ptr, total)
 
 
 @gluon.jit
@@ -265,7 +235,9 @@ def grouped_kernel(
     stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
     PDL: gl.constexpr, MODE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, ACC: gl.constexpr, INSTR_N: gl.constexpr, INSTR_K: gl.constexpr,
+    BLOCK_M: gl.constexpr = 128, PER_SM: gl.constexpr = 1,
 ):  # fmt: skip
+    """BLOCK_M, PER_SM: other than this only in configs for _gluon_slim, which runs in this kernel's place."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -304,6 +276,8 @@ GLUON_KERNEL = Kernel(grouped_kernel, targets=("sm90",) if AVAILABLE else ("none
 
 
 def gluon_legal(config: Config, device: Device, a: Tensor, b: Tensor, gather: Tensor | None) -> bool:
+    if "PER_SM" in config:
+        return slim_legal(config, device, a, b, gather)
     buffers = (128 + config["BLOCK_N"]) * 128 * config["STAGES"] + 4 * 64 * 64 * 2
     fits = buffers + 1024 <= device.shared_limit and a.dtype is not torch.float32
     return fits and gather is None and fits_weight_descriptor(b) and fits_row_descriptor(a)
@@ -311,6 +285,7 @@ def gluon_legal(config: Config, device: Device, a: Tensor, b: Tensor, gather: Te
 
 def gluon_configs(widths: tuple[tuple[int, int], ...]) -> Iterator[Config]:
     """Candidates; `widths` are pairs of BLOCK_N and STAGES."""
+    yield from slim_configs()
     for (n, stages), group in itertools.product(widths, (4, 8, 16)):
         yield Config(kernel="gluon", BLOCK_N=n, GROUP_M=group, STAGES=stages, num_warps=4)
 
@@ -326,6 +301,9 @@ def launch_gluon(
     bias: Tensor | None, out: Tensor, rows_per_scale: int, strides: list[int], bins: int,
 ) -> None:  # fmt: skip
     """out (R, N) = grouped product of a (R, K) and b (E, N, K); strides: of scale_a (rows, columns) and scale_b."""
+    if "PER_SM" in config:
+        launch_slim(config, mode, a, b, offs, scale_a, scale_b, bias, out, rows_per_scale, strides, bins)
+        return
     (R, K), (E, N) = a.shape, b.shape[:2]
     size, block_n = a.element_size(), config["BLOCK_N"]
     line = 128 // size

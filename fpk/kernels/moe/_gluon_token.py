@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fpk.kernels._activation import activate
-from fpk.kernels.moe._gluon_grouped import barrier, tma_load
+from fpk.kernels.moe._gluon_parts import barrier, tma_load
 from fpk.kernels.moe._token_parts import (
     ROWS,
     columns,

@@ -14,7 +14,7 @@ from fpk.db import Config
 from fpk.device import Device, of
 from fpk.formats import FP8
 from fpk.kernels._tile import early_start, fp8_constants
-from fpk.kernels.moe._gluon_grouped import AVAILABLE
+from fpk.kernels.moe._gluon_parts import AVAILABLE
 from fpk.kernels.moe._gluon_token import down_kernel, up_kernel
 from fpk.op import Kernel
 

@@ -221,8 +221,7 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, top_k: int, **_: Any):
     yield from descriptor_tiles(rows, (128, 256))
     yield from wide_tiles(rows)
     yield from vector_configs(bucket(a.shape[0]) * top_k)
-    if rows >= 32:
-        yield from gluon_configs(((256, 4), (128, 6)))
+    yield from gluon_configs(((256, 4), (128, 6)) if rows >= 32 else ())
 
 
 def legal(
