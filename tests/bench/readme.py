@@ -216,10 +216,31 @@ def attention() -> str:
     return table(header, rows)
 
 
+def dispatch() -> str:
+    """What a call costs before its kernel runs, on the GPU's host."""
+    found = rows_of("dispatch")
+    rows = [
+        [r["what"] + (f", `{r['op']}`" if r["op"] else ""), f"{float(r['us']):.3g}", r["strides"], r["bound_us"] or "-"]
+        for r in found
+    ]
+    host = f"Python {found[0]['python']} on {found[0]['cpu']}, torch {found[0]['torch']}, triton {found[0]['triton']}"
+    return table([f"{host}, {found[0]['date']}", "µs", "in calls of `Tensor.stride()`", "wanted, µs"], rows)
+
+
+def online() -> str:
+    """A model through methods: perplexity on the GPU, and how far its logits move."""
+    rows = [
+        [r["layers"], f"`{r['method']}`", f"`{r['scheme']}`", f"{float(r['perplexity']):.2f}",
+         f"{float(r['delta_pct']):+.2f} %", f"{100 * float(r['rel_err']):.1f} %", f"{float(r['bytes_pct']):.0f} %"]
+        for r in rows_of("online")
+    ]  # fmt: skip
+    return table(["layers", "method", "weights:activations", "perplexity", "", "logits' error", "bytes"], rows)
+
+
 PARTS = {
     "ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study,
     "caches": caches, "parallel": parallel, "parallel_gpu": lambda: parallel(RESULTS.name), "scaling": scaling,
-    "attention": attention, "experts": experts, "methods": methods,
+    "attention": attention, "experts": experts, "methods": methods, "dispatch": dispatch, "online": online,
     "packed": lambda: packed("packed"), "packed_support": lambda: packed("packed_support"),
 }  # fmt: skip
 

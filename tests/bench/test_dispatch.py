@@ -11,8 +11,8 @@ from fpk.device import Device, pretend
 from fpk.tune.arguments import outline
 
 H200 = Device("sm90", "NVIDIA H200", "nv", 132)
-# Units are a keyword-passing, dictionary-merging Python call: 1.1 us on the two-core machine where these were counted,
-# 1.6 us on the host of an H200 (results/nv-h200-sm90-132/dispatch.csv has its microseconds). Each limit is about twice
+# Units are a keyword-passing, dictionary-merging Python call: 1.1 us on the two-core machine where these were counted
+# (results/nv-h200-sm90-132/dispatch.csv has the microseconds of an H200's host). Each limit is about twice
 # what was counted: a call of four tensors past its launcher 3.0, a look-up's database part 11
 MOST_UNITS, MOST_UNITS_COLD = 7, 24
 # arguments to config of a product, with rows that must be sound and legal: 23
