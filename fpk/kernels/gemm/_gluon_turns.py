@@ -5,7 +5,6 @@ beside its products (a wait, scales, a release) is then paid half as often, and 
 product. PER_SM programs share an SM, so that one begins while another ends.
 """
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,18 +23,15 @@ from fpk.kernels.gemm._gluon import (
     TYPES,
     after_previous,
     barrier,
-    consumer_tile,
     descriptor,
     locate,
     piece_columns,
     put_pieces,
     put_pointers,
-    right_parts,
     tma_load,
 )
 from fpk.kernels.gemm._gluon_group import bias_of, scale_b, scales_a
 from fpk.kernels.gemm._launch import dependent
-from fpk.kernels.gemm._mm import turns_fit, warps_fit
 
 
 @gluon.jit
@@ -180,20 +176,6 @@ def group_turns_kernel(
         ],
         [4, 4], [REGISTERS, 24],
     )  # fmt: skip
-
-
-def legal_on_hopper(
-    config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, block_rows: int,
-    offset_n: int, out_dtype: torch.dtype,
-) -> bool:  # fmt: skip
-    """Can `warps` or `turns` run this? A consumer's weight rows must share their scales."""
-    if config["kernel"] == "turns":
-        rows, fits = config["BLOCK_N"], turns_fit(config, device, a, b, out_dtype)
-    else:
-        rows, more = right_parts(consumer_tile(config)[0 if config["SWAP"] else 1])
-        fits = warps_fit(config, device, a, b, out_dtype, 2 if more else 3)
-    floats = a.dtype is not torch.int8 and scale_a.dtype == scale_b.dtype == torch.float32
-    return fits and floats and (block_rows < 0 or (block_rows % rows == 0 and offset_n % rows == 0))
 
 
 def launch_turns(

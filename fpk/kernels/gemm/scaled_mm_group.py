@@ -9,8 +9,8 @@ begins, so that a tensor-parallel cut need not meet a block's edge. Every produc
 summed by the matrix unit and scaled in fp32. Scales that do not change along K: scaled_mm.
 
 Kernels: `tile`, K in steps that lie inside one group and block; `split`, K also divided over programs, with an ordered
-reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segment`, steps of any length; `warps`
-and `turns` (sm90, Gluon), persistent, some warps load and others multiply and scale.
+reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segment`, steps of any length; `warps`,
+`turns`, `pairs` and `joint` (sm90, Gluon; _group_hopper), some warps load and others multiply and scale.
 
 Source: the block-scaled FP8 recipe of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -40,8 +40,7 @@ from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, decode
 from fpk.kernels._tile import after_previous, tile_of
 from fpk.kernels.gemm._baselines import torch_scaled_mm_group
-from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
-from fpk.kernels.gemm._gluon_turns import group_turns_kernel, launch_turns, legal_on_hopper
+from fpk.kernels.gemm._group_hopper import KERNELS, group_configs, launch_on_hopper, legal_on_hopper
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     add_scaled,
@@ -59,7 +58,6 @@ from fpk.kernels.gemm._mm import (
     store_tile,
     tile_space,
 )
-from fpk.kernels.gemm._warps_space import group_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, scales, strided
 from fpk.shapes import linear_cases
@@ -253,8 +251,10 @@ def legal(
     step, width = scale_step(a.shape[1], group, block_cols, block_cols - offset_k), config["BLOCK_K"]
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
         return False
-    if config["kernel"] in ("warps", "turns"):
-        return legal_on_hopper(config, device, a, b, scale_a, scale_b, block_rows, offset_n, out_dtype)
+    if config["kernel"] in KERNELS:
+        return legal_on_hopper(
+            config, device, a, b, scale_a, scale_b, group, block_rows, block_cols, offset_n, offset_k, out_dtype
+        )  # fmt: skip
     if config["kernel"] == "persistent" and not fits_descriptors(a, b):
         return False
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages_held(config, device) + 2048
@@ -321,8 +321,7 @@ def inputs(
     kernels=dict(
         **{name: Kernel(_group_kernel, matrix=True) for name in ("tile", "split", "segment")},
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
-        warps=Kernel(group_warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
-        turns=Kernel(group_turns_kernel, targets=("sm90",), interpretable=False, matrix=True),
+        **KERNELS,
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
     cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm_group),
@@ -358,6 +357,12 @@ def scaled_mm_group(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
+    if config["kernel"] in KERNELS:
+        launch_on_hopper(
+            of(a.device), a, b, scale_a, scale_b, bias, out, offset_n, offset_k, config, GROUP=group,
+            ROWS=block_rows, COLS=block_cols,
+        )  # fmt: skip
+        return out
     config = dict(config)
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     block_m, block_n, block_k = (config[f"BLOCK_{d}"] for d in "MNK")
@@ -375,14 +380,6 @@ def scaled_mm_group(
         )  # fmt: skip
         return out
     parts = parts_buffer(out, split, torch.float32)
-    if kernel in ("warps", "turns"):
-        (launch if kernel == "warps" else launch_turns)(
-            of(a.device), a, b, scale_a, scale_b, bias, out, parts, offset_n, offset_k, config | dict(SPLIT_K=split),
-            GROUP=group, ROWS=block_rows, COLS=block_cols,
-        )  # fmt: skip
-        if split > 1:
-            reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])
-        return out
     _group_kernel[(tiles, split)](
         a, b, scale_a, scale_b, bias, parts,
         M, N, K, offset_n, offset_k,
