@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fpk.kernels.gemm._gluon import barrier, tma_load
-from fpk.kernels.gemm._gluon_weight_sums import finish, give, in_a_row, take, two
+from fpk.kernels.gemm._gluon_weight_cluster import everybody, in_clusters
+from fpk.kernels.gemm._gluon_weight_sums import finish, finish_in_cluster, give, in_a_row, take, two
 
 
 @gluon.constexpr_function
@@ -93,11 +94,20 @@ def _multiply(
 
 
 @gluon.jit
-def _share(program, per_program, steps, tiles_n):
-    """(first step, step after the last, row of tiles and step of K of the first) of a program."""
-    begin = program * per_program
-    tile = begin // steps
-    return begin, min(begin + per_program, tiles_n * steps), tile, begin - tile * steps
+def _share(work, CLUSTER: gl.constexpr):
+    """(tile of tokens, program, first step, step after the last, tile of weights and step of K of the first)."""
+    per_program, steps, tiles_n = work
+    if CLUSTER > 1:  # the programs of a cluster divide one tile
+        m, program = gl.program_id(1), gl.program_id(0)
+        tile = program // CLUSTER
+        begin = tile * steps + program % CLUSTER * per_program
+        end = min(begin + per_program, tile * steps + steps)
+    else:
+        m, program = gl.program_id(0), gl.program_id(1)
+        begin = program * per_program
+        tile = begin // steps
+        end = min(begin + per_program, tiles_n * steps)
+    return m, program, begin, end, tile, begin - tile * steps
 
 
 @gluon.jit
@@ -122,14 +132,14 @@ def _fetch_activations(a_desc, tiles, full, first, step, m, TURNS: gl.constexpr,
 def _produce(
     descs, buffers, work,
     PDL: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
+    CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring of stages. Weights are read before the kernel in front has finished, nothing else."""
     codes, tiles, full, empty, _sums, _handed, _taken = buffers
-    per_program, steps, tiles_n = work
+    steps = work[1]
     w_desc, a_desc = descs
     BYTES: gl.constexpr = ROWS * 64 * 128 + BLOCK_M * 256
-    m = gl.program_id(0)
-    begin, end, tile, k = _share(gl.program_id(1), per_program, steps, tiles_n)
+    m, _, begin, end, tile, k = _share(work, CLUSTER)
     first, a_k = min(begin + STAGES, end), k
     for at in range(begin, first):
         _fetch_codes(w_desc, codes, full, (at - begin) * TURNS, tile, k, ROWS, TURNS, BYTES)
@@ -154,6 +164,9 @@ def _produce(
         stage += 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
+    if CLUSTER > 1:
+        everybody()
+        everybody()
 
 
 @gluon.jit
@@ -161,15 +174,15 @@ def _consume(
     buffers, ends, work,
     R: gl.constexpr, T: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr, RENAMED: gl.constexpr,
     ROWS_S: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
-    KEEPS: gl.constexpr,
+    KEEPS: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """Multiply 64 rows of codes, number R of a tile, in turn T of every step. KEEPS groups end with a sum each: of one
     half of the columns, or one group with all."""
     codes, tiles, full, empty, sums, handed, taken = buffers
     per_program, steps, tiles_n = work
+    m, program, begin, end, first_tile, _k = _share(work, CLUSTER)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    begin, end, first_tile, _k = _share(gl.program_id(1), per_program, steps, tiles_n)
     turn = 0
     for tile in range(first_tile, gl.cdiv(end, steps)):
         start, stop, given = max(tile * steps, begin), min(tile * steps + steps, end), tile - first_tile
@@ -181,7 +194,9 @@ def _consume(
             mbarrier.arrive(empty.index(slot), count=1)
             turn += 1
         row = in_a_row(acc)
-        if KEEPS == 2:
+        if CLUSTER > 1:
+            finish_in_cluster(row, ends, m, tile, program % CLUSTER, ROWS, R, TURNS, T, BLOCK_M, CLUSTER, ROWS_S)
+        elif KEEPS == 2:
             few, more = two(row)
             if T == 0:
                 give(more, sums, handed, taken, 2 * R + 1, given)
@@ -195,11 +210,11 @@ def _consume(
         else:
             for t in gl.static_range(TURNS - 1):
                 row = take(row, sums, handed, taken, R * (TURNS - 1) + t, given)
-        if T < KEEPS:
+        if CLUSTER == 1 and T < KEEPS:
             first, last = tile * steps // per_program, (tile * steps + steps - 1) // per_program
             finish(
-                row, ends, stop - start == steps, gl.program_id(0), tile, tiles_n, gl.program_id(1), first, last,
-                gl.num_programs(1), ROWS, R, KEEPS, T, BLOCK_M // KEEPS, ROWS_S,
+                row, ends, stop - start == steps, m, tile, tiles_n, program, first, last, gl.num_programs(1),
+                ROWS, R, KEEPS, T, BLOCK_M // KEEPS, ROWS_S,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -210,7 +225,8 @@ def weight_shares_kernel(
     M, N, tiles_n, steps, per_program, stride_om, stride_sn,
     PDL: gl.constexpr, CODES: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr, RENAMED: gl.constexpr,
     ROWS_S: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
-    KEEPS: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    KEEPS: gl.constexpr, CLUSTER: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    PRODUCERS: gl.constexpr,
 ):  # fmt: skip
     """ROWS * TURNS groups of warps multiply. CONSUMER, PRODUCER: registers of a thread."""
     SLOTS: gl.constexpr = STAGES * TURNS
@@ -222,7 +238,7 @@ def weight_shares_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=ROWS)
     sums, handed, taken = full, full, full  # unused
-    if TURNS > 1:
+    if TURNS > 1 and CLUSTER == 1:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         GIVEN: gl.constexpr = ROWS * (2 if KEEPS == 2 else TURNS - 1)
         sums = gl.allocate_shared_memory(gl.float32, [GIVEN, 64 * BLOCK_M // KEEPS], FLAT)
@@ -245,47 +261,50 @@ def weight_shares_kernel(
             [
                 (_consume, (
                     buffers, ends, work,
-                    0, 0, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS,
+                    0, 0, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS, CLUSTER,
                 )),
-                (_produce, (descs, buffers, work, PDL, BLOCK_M, ROWS, TURNS, STAGES)),
+                (_produce, (descs, buffers, work, PDL, BLOCK_M, ROWS, TURNS, STAGES, CLUSTER)),
             ],
-            [1], [PRODUCER],
+            [PRODUCERS], [PRODUCER],
         )  # fmt: skip
     elif ROWS * TURNS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
                     buffers, ends, work,
-                    0, 0, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS,
+                    0, 0, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS, CLUSTER,
                 )),
                 (_consume, (
                     buffers, ends, work,
-                    ROWS - 1, TURNS - 1, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS,
+                    ROWS - 1, TURNS - 1, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS, CLUSTER,
                 )),
-                (_produce, (descs, buffers, work, PDL, BLOCK_M, ROWS, TURNS, STAGES)),
+                (_produce, (descs, buffers, work, PDL, BLOCK_M, ROWS, TURNS, STAGES, CLUSTER)),
             ],
-            [4, 1], [CONSUMER, PRODUCER],
+            [4, PRODUCERS], [CONSUMER, PRODUCER],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_consume, (
                     buffers, ends, work,
-                    0, 0, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS,
+                    0, 0, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS, CLUSTER,
                 )),
                 (_consume, (
                     buffers, ends, work,
-                    1 % ROWS, 1 // ROWS, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS,
+                    1 % ROWS, 1 // ROWS, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS, CLUSTER,
                 )),
                 (_consume, (
                     buffers, ends, work,
-                    2 % ROWS, 2 // ROWS, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS,
+                    2 % ROWS, 2 // ROWS, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS, CLUSTER,
                 )),
                 (_consume, (
                     buffers, ends, work,
-                    3 % ROWS, 3 // ROWS, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS,
+                    3 % ROWS, 3 // ROWS, FP8, DTYPE, RENAMED, ROWS_S, BLOCK_M, ROWS, TURNS, STAGES, KEEPS, CLUSTER,
                 )),
-                (_produce, (descs, buffers, work, PDL, BLOCK_M, ROWS, TURNS, STAGES)),
+                (_produce, (descs, buffers, work, PDL, BLOCK_M, ROWS, TURNS, STAGES, CLUSTER)),
             ],
-            [4, 4, 4, 1], [CONSUMER, CONSUMER, CONSUMER, PRODUCER],
+            [4, 4, 4, PRODUCERS], [CONSUMER, CONSUMER, CONSUMER, PRODUCER],
         )  # fmt: skip
+
+
+in_clusters(weight_shares_kernel)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from fpk.kernels.gemm._gluon import barrier, tma_store
+from fpk.kernels.gemm._gluon_weight_cluster import both_groups, everybody, memory_of, put_fours, take_fours
 
 
 @gluon.jit
@@ -142,3 +143,40 @@ def take(row, sums, handed, taken, which, given):
     barrier()
     mbarrier.arrive(taken.index(which), count=1)
     return row
+
+
+@gluon.jit
+def finish_in_cluster(
+    row, ends, m, tile, rank, ROWS: gl.constexpr, R: gl.constexpr, TURNS: gl.constexpr, T: gl.constexpr,
+    BLOCK_M: gl.constexpr, CLUSTER: gl.constexpr, ROWS_S: gl.constexpr,
+):  # fmt: skip
+    """Add up what the groups of a cluster's programs have summed for the same rows, each a share of the tokens."""
+    _, out_ptr, _, _, scale_ptr, bias_ptr, M, N, stride_om, stride_sn, _ = ends
+    SIZE: gl.constexpr = 64 * BLOCK_M
+    TAKERS: gl.constexpr = TURNS if SIZE // (CLUSTER * TURNS) >= 512 else 1
+    SHARE: gl.constexpr = SIZE // (CLUSTER * TAKERS)
+    flat: gl.constexpr = row.type.layout
+    if ROWS * TURNS > 1:
+        both_groups()  # nobody uses the ring any more
+    put_fours(4 * ((R * TURNS + T) * SIZE + gl.arange(0, SIZE, layout=flat)), row)
+    everybody()
+    if T < TAKERS:
+        at = 4 * (R * TURNS * SIZE + (rank * TAKERS + T) * SHARE + gl.arange(0, SHARE, layout=flat))
+        sums = gl.zeros((SHARE,), gl.float32, flat)
+        for c in gl.static_range(CLUSTER):
+            base = memory_of(c)
+            for t in gl.static_range(TURNS):
+                sums += take_fours(base + 4 * t * SIZE + at)
+        COLUMNS: gl.constexpr = SHARE // 64
+        out = _as_tile(sums, COLUMNS)
+        layout: gl.constexpr = out.type.layout
+        at_n = (tile * ROWS + R) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        at_m = m * BLOCK_M + (rank * TAKERS + T) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        mask_n = at_n < N
+        scale_rows = at_n // ROWS_S if ROWS_S > 0 else at_n * 0
+        out *= gl.load(scale_ptr + scale_rows * stride_sn.to(gl.int64), mask=mask_n, other=0.0)[:, None]
+        if bias_ptr is not None:
+            out += gl.load(bias_ptr + at_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
+        ptrs = out_ptr + at_m.to(gl.int64)[None, :] * stride_om + at_n[:, None]
+        gl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & (at_m < M)[None, :])
+    everybody()  # others may read from here until now

@@ -1,5 +1,6 @@
 """The launch and the configs of mm_weight_only's `shares` kernel (sm90)."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -12,21 +13,23 @@ from fpk.db import Config
 from fpk.device import Device
 from fpk.kernels._tile import after_previous
 from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
+from fpk.kernels.gemm._gluon_weight_cluster import CLUSTERS
 from fpk.kernels.gemm._gluon_weight_shares import weight_shares_kernel
 from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._tickets import LIMIT, tickets
 
-_FIELDS = ("BLOCK_M", "ROWS", "TURNS", "STAGES", "PER_SM", "HELD", "COLUMNS", "RENAMED")
+_FIELDS = ("BLOCK_M", "ROWS", "TURNS", "STAGES", "PER_SM", "HELD", "COLUMNS", "RENAMED", "CLUSTER")
 LAUNCHER_FIELDS = ("PER_SM", "HELD", "COLUMNS")
+_SHARED = 233_472  # bytes of an SM
 _LARGE, _SMALL = ((1, 1), (0, 1)), ((1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (3, 3), (4, 4))  # (PER_SM, HELD)
 GROUPS = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2))  # (ROWS, TURNS) that the kernel has
 
 
 def shares(*fields: int) -> Config:
     """A config: BLOCK_M tokens, ROWS times 64 weights, TURNS times 128 columns a step; PER_SM programs an SM divide the
-    work of COLUMNS tiles of tokens evenly, or each has a whole tile (PER_SM = 0). An SM can hold HELD programs: with
-    more than PER_SM, those of the next launch get ready, and fetch weights, beside those of this one."""
+    work of COLUMNS tiles of tokens evenly, or each has a whole tile (PER_SM = 0); or CLUSTER programs divide each. An
+    SM can hold HELD programs: with more than PER_SM, those of the next launch get ready beside those of this one."""
     config = Config(kernel="shares", **dict(zip(_FIELDS, fields, strict=True)), num_warps=4)
     return config | dict(RENAMED=bool(config["RENAMED"]))
 
@@ -96,10 +99,17 @@ def shares_fit(
     most = 64 if rows * turns == 4 or held > 1 else 256
     if m not in (8, 16, 32, 64, 128, 256) or m > most or config["COLUMNS"] < 1:
         return False
-    if held > 2 and m > (64 if held == 3 else 16):
+    if (held > 2 and m > (64 if held == 3 else 16)) or (turns > 1 and m > 64):
         return False
+    cluster, steps = config["CLUSTER"], cdiv(K, 128 * turns)
+    if cluster not in (1, 2, 4):
+        return False
+    if cluster > 1:
+        small = 16 * m < 128 * cluster or m > 64 or rows * turns > 2
+        if small or (cluster - 1) * cdiv(steps, cluster) >= steps or not CLUSTERS:
+            return False
     ring = stages * turns * (rows * 64 * 128 + m * 256 + 16)
-    sums = rows * (turns - 1) * (64 * m * 4 + 16)
+    sums = rows * (turns - 1) * (64 * m * 4 + 16) if cluster == 1 else 0
     leaving = rows * 2 * 64 * 64 * out_dtype.itemsize if m >= 128 else 0
     tickets_used = cdiv(M, m) * cdiv(N, 64 * rows) * rows * _keeps(config)
     return tickets_used <= LIMIT and (ring + sums + leaving + 1024) * held <= device.shared_limit
@@ -115,32 +125,94 @@ def launch_shares(
     block, per_sm, columns = config["BLOCK_M"], config.pop("PER_SM"), config.pop("COLUMNS")
     del config["HELD"]
     tiles, steps = cdiv(N, 64 * config["ROWS"]), cdiv(K, 128 * config["TURNS"])
-    per_program = steps
-    if per_sm:
+    per_program, cluster = steps, config["CLUSTER"]
+    if cluster > 1:
+        per_program = cdiv(steps, cluster)
+    elif per_sm:
         per_program = cdiv(tiles * steps, min(max(1, per_sm * device.sm_count // columns), tiles * steps))
+        per_program = _snapped(per_program, steps)
     columns, programs = cdiv(M, block), cdiv(tiles * steps, per_program)
     parts, counters = scale_b, scale_b.view(torch.int32)  # unused where every program has whole tiles
-    if per_program % steps:
+    if per_program % steps and cluster == 1:
         parts = torch.empty(columns * programs * 2 * config["ROWS"] * 64 * block, device=a.device)
         counters = tickets(columns * tiles * config["ROWS"] * keeps, a.device)
     x = renamed(a, device) if config["RENAMED"] else a
-    weight_shares_kernel[(columns, programs)](
+    weight_shares_kernel[(tiles, columns) if cluster > 1 else (columns, programs)](
         descriptor(b, 64, 128), descriptor(x, block, 64), descriptor(out, 64, 64) if by_tma else None,
         out, parts, counters, scale_b, bias, M, N, tiles, steps, per_program, out.stride(0), scale_b.stride(0),
         CODES=TYPES[b.dtype], FP8=b.dtype is not torch.int8, DTYPE=TYPES[a.dtype], ROWS_S=rows, KEEPS=keeps,
-        **config, **made, **dependent(device, M),
+        PRODUCERS=4 if cluster > 1 else 1,         **config, **made, **dependent(device, M),
     )  # fmt: skip
+
+
+def _snapped(per_program: int, steps: int) -> int:
+    """Steps a program, or a few more if programs then have whole tiles, or even parts of them."""
+    best = cdiv(per_program, steps) * steps if per_program > steps else cdiv(steps, steps // per_program)
+    return best if best <= 1.06 * per_program else per_program
+
+
+def _is_even(config: Config, N: int, K: int, sms: int) -> bool:
+    """Do programs have whole tiles of few tokens, or even parts of them, and almost all SMs as much as the others?"""
+    tiles, steps = cdiv(N, 64 * config["ROWS"]), cdiv(K, 128 * config["TURNS"])
+    per_program = _snapped(cdiv(tiles * steps, config["PER_SM"] * sms), steps)
+    even = steps % per_program == 0 or per_program % steps == 0
+    return even and tiles * steps >= 0.9 * per_program * config["PER_SM"] * sms
+
+
+def shares_configs(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
+    """The defaults for M tokens, by what an H200 ran fastest at real layers' sizes; next ones follow the first."""
+    m = next(m for m in (8, 16, 32, 64, 128, 256) if m >= min(M, 256))
+    if m <= 16:
+        one, two = shares(m, 1, 2, 4, 1, 2, 1, 0, 1), shares(m, 1, 2, 4, 2, 2, 1, 0, 1)
+        three = shares(m, 1, 1, 5, 3, 3, 1, 0, 1)
+        if N * K <= 17 << 20 and _is_even(one, N, K, sms):
+            yield one
+        if _is_even(three, N, K, sms):
+            yield three
+        yield from (two, one, three)
+        yield shares(m, 2, 2, 5, 1, 1, 1, 0, 1)
+        if m == 16:
+            yield from (shares(m, 1, 2, 4, 1, 2, 1, 0, 2), shares(m, 2, 1, 5, 1, 2, 1, 0, 2))
+    elif m == 32:
+        yield from (
+            shares(m, 1, 1, 5, 2, 2, 1, 0, 1),
+            shares(m, 1, 2, 3, 1, 2, 1, 0, 2),
+            shares(m, 2, 2, 4, 1, 1, 1, 0, 1),
+        )
+    elif m == 64:
+        tall, wide = shares(m, 1, 2, 4, 1, 1, 1, 0, 1), shares(m, 2, 2, 3, 1, 1, 1, 0, 1)
+        pair = shares(m, 1, 1, 4, 1, 2, 1, 0, 2)
+        if N * K > 60_000_000:
+            yield wide
+        elif N * K <= 26_000_000 and not _is_even(tall, N, K, sms):
+            yield pair
+        yield from (tall, wide, pair, shares(m, 1, 1, 4, 2, 2, 1, 0, 1), shares(m, 2, 1, 6, 1, 1, 1, 0, 4))
+    elif M <= 256:
+        yield shares(128, 2, 1, 4, 1, 1, cdiv(M, 128), 0, 1)
+        yield shares(64, 2, 2, 3, 1, 1, cdiv(M, 64), 0, 1)
+        yield shares(128, 2, 1, 4, 1, 1, cdiv(M, 128), 1, 1)
+    else:
+        yield shares(256, 2, 1, 2, 1, 1, cdiv(M, 256), 0, 1)
+        yield shares(256, 2, 1, 2, 0, 1, cdiv(M, 256), 0, 1)
 
 
 def shares_space(M: int) -> Iterator[Config]:
     """Candidates for M tokens; what does not fit is not legal."""
     for m in (8, 16, 32, 64, 128, 256):
-        if m > max(8, 2 * M) or (m < 64 and M > 256):
+        if m > max(8, 2 * M) or m * 4 < min(M, 256):
             continue
+        columns = cdiv(M, m)
         for rows, turns in GROUPS:
-            for per_sm, held in (
-                ((0, 1), (1, 1)) if m >= 128 else ((1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (3, 3), (4, 4))
-            ):
-                for stages in (2, 3, 4, 5, 6, 8):
-                    for again in (False, True) if M <= 256 else (False,):
-                        yield shares(m, rows, turns, stages, per_sm, held, cdiv(M, m), again)
+            slot, leaving = turns * (rows * 8192 + m * 256 + 16), rows * 16384 * (m >= 128)
+            for per_sm, held in _LARGE if m >= 128 else _SMALL:
+                most = min(8, (_SHARED // held - 2048 - leaving - rows * (turns - 1) * m * 256) // slot)
+                for stages in range(most, max(1, most - 3), -1):
+                    yield shares(m, rows, turns, stages, per_sm, held, columns, 0, 1)
+            if rows * turns <= 2 and 16 <= m <= 64:
+                # two groups of 64 tokens spill where registers are for two programs
+                for cluster, held in itertools.product((2, 4), (1, 2) if m < 64 or rows * turns == 1 else (1,)):
+                    most = min(8, (_SHARED // held - 2048) // slot)
+                    for stages in range(most, max(1, most - 2), -1):
+                        yield shares(m, rows, turns, stages, 1, held, columns, 0, cluster)
+        if M <= 256 and m == 128:
+            yield shares(m, 2, 1, 4, 1, 1, columns, 1, 1)

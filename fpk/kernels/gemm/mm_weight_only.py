@@ -9,11 +9,12 @@ Kernels: `tile`, K in steps that lie inside one group of columns (SWAP puts the 
 64-row side, for few tokens); `split`, the same with K divided over programs and an ordered reduction; `segment`, steps
 of any length, for groups that no tile divides; `warps` and `direct` (sm90, Gluon), persistent, some warps load, others
 decode and multiply from registers, with and without columns renamed; `shares` (sm90, Gluon), the same with equal shares
-of K for every program and 64 rows of weights for four warps; `lanes`, few rows of weights, warps that divide K.
+of K for every program and 64 rows of weights for four warps.
 
 Source: W8A16 inference (what vLLM serves through Marlin).
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -55,8 +56,7 @@ from fpk.kernels.gemm._mm import (
     tile_space,
 )
 from fpk.kernels.gemm._warps_space import weight_only_configs
-from fpk.kernels.gemm._weight_lanes import lanes, lanes_fit, lanes_space, launch_lanes, weight_lanes_kernel
-from fpk.kernels.gemm._weight_shares import LAUNCHER_FIELDS, launch_shares, shares_fit, shares_space
+from fpk.kernels.gemm._weight_shares import LAUNCHER_FIELDS, launch_shares, shares_configs, shares_fit, shares_space
 from fpk.op import Cost, Kernel, op
 from fpk.samples import sample, scales, strided
 from fpk.shapes import linear_cases
@@ -176,7 +176,13 @@ def configs(a: Tensor, b: Tensor, cols: int, **_: Any):
             kernel="tile", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2
         )
     if of(a.device).arch == "sm90":
-        yield from weight_only_configs(M, b.shape[0], of(a.device).sm_count)
+        (N, K), sms = b.shape, of(a.device).sm_count
+        older = weight_only_configs(M, N, sms)
+        short = 64 < M <= 256 and K <= 2048
+        if short:  # sums that programs share would take too much of so short a product
+            yield from itertools.islice(older, 1)
+        yield from shares_configs(M, N, K, sms)
+        yield from older
     yield from few_tokens(M, (16, 16, 128, 128, 8, 3), (64, 64, 64, 128, 4, 3))
     if M <= 64:
         yield Config(
@@ -189,11 +195,8 @@ def configs(a: Tensor, b: Tensor, cols: int, **_: Any):
             kernel="segment", SWAP=False, GROUP_M=8, BLOCK_M=64, BLOCK_N=64, BLOCK_K=k, num_warps=4, num_stages=2
         )
 
-    if M <= 64:
-        yield lanes(max(16, M), 16, 4, 64, 2)
     if of(a.device).arch == "sm90":
         yield from shares_space(M)
-        yield from lanes_space(M)
     yield from tile_space(M, (32, 64, 128))
 
 
@@ -208,8 +211,6 @@ def legal(
 ) -> bool:  # fmt: skip
     if config["kernel"] == "shares":
         return shares_fit(config, device, a, b, scale_b, cols, out_dtype or a.dtype)
-    if config["kernel"] == "lanes":
-        return lanes_fit(config, device, a, cols)
     # a step must lie inside one group of columns
     if config["kernel"] != "segment" and 0 < cols < a.shape[1] and cols % config["BLOCK_K"] != 0:
         return False
@@ -279,7 +280,7 @@ def inputs(
     ),
     kernels=dict(
         tile=Kernel(_weight_only_kernel, matrix=True), split=Kernel(_weight_only_kernel, matrix=True),
-        segment=Kernel(_weight_only_kernel, matrix=True), lanes=Kernel(weight_lanes_kernel, matrix=True),
+        segment=Kernel(_weight_only_kernel, matrix=True),
         **{name: Kernel(weight_warps_kernel, targets=("sm90",), interpretable=False, matrix=True)
            for name in ("warps", "direct")},
         shares=Kernel(weight_shares_kernel, targets=("sm90",), interpretable=False, matrix=True),
@@ -317,14 +318,6 @@ def mm_weight_only(
     if config["kernel"] == "shares":
         launch_shares(of(a.device), a, b, scale_b, rows, bias, out, config)
         return out
-    decoding: dict[str, int | bool] = dict(
-        E8M0=scale_b.dtype is torch.uint8, INTEGERS=integers, MANTISSA=fmt.mantissa_bits if fmt else 0,
-        BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0, IEEE=fmt is not None and fmt.kind == "ieee",
-    )  # fmt: skip
-    codes = b.view(torch.uint8) if integers else b
-    if config["kernel"] == "lanes":
-        launch_lanes(of(a.device), a, codes, scale_b, rows, bias, out, config, **decoding)
-        return out
     config = dict(config)
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     parts = parts_buffer(out, split, torch.float32)
@@ -343,10 +336,12 @@ def mm_weight_only(
             reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])
         return out
     _weight_only_kernel[(tiles, split)](
-        a, codes, scale_b, bias, parts,
+        a, b.view(torch.uint8) if integers else b, scale_b, bias, parts,
         M, N, K, a.stride(0), b.stride(0), out.stride(0), *scale_b.stride(),
-        ROWS=rows, COLS=cols if cols < K else -1, EVEN_K=K % config["BLOCK_K"] == 0, SEGMENTS=kernel == "segment",
-        SPLIT_K=split, **decoding, **config, **dependent(of(a.device), M),
+        ROWS=rows, COLS=cols if cols < K else -1, E8M0=scale_b.dtype is torch.uint8, INTEGERS=integers,
+        MANTISSA=fmt.mantissa_bits if fmt else 0, BIAS=fmt.bias if fmt else 0, NAN_CODE=fmt.nan_code if fmt else 0,
+        IEEE=fmt is not None and fmt.kind == "ieee", EVEN_K=K % config["BLOCK_K"] == 0, SEGMENTS=kernel == "segment",
+        SPLIT_K=split, **config, **dependent(of(a.device), M),
     )  # fmt: skip
     if split > 1:
         reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])
