@@ -70,6 +70,13 @@ def _joint_fit(config: Config, device: Device) -> bool:
     return stages % (1 + by_turns) == 0 and sums <= ring and (ring + 2048) * per_sm <= device.shared_limit
 
 
+def _seen_right(config: Config) -> bool:
+    """Is this among what has been compared with the reference on a GPU?"""
+    if config["kernel"] == "pairs":
+        return config["CLUSTER"] == 2
+    return not config["SWAP"] and config["CLUSTER"] == config["SPLIT_K"] and config["BLOCK_M"] == 64
+
+
 def legal_on_hopper(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int,
     block_rows: int, block_cols: int, offset_n: int, offset_k: int, out_dtype: torch.dtype,
@@ -83,6 +90,7 @@ def legal_on_hopper(
         fits = warps_fit(config, device, a, b, out_dtype, 2 if more else 3)
     else:
         fits = CLUSTERS and a.dtype in FP8 and fits_descriptors(a, b)
+        fits = fits and _seen_right(config)
         if kernel == "pairs":
             whole = group == 128 and (block_cols < 0 or (block_cols == 128 and offset_k == 0))
             rows, fits = 128, fits and whole and _pairs_fit(config, device, b, out_dtype)
