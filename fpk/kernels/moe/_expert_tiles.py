@@ -1,10 +1,11 @@
-"""Which rows of which expert the tiles of grouped_mm_shuffled have, and which tiles a program."""
+"""Which rows of which expert the tiles of grouped_mm_shuffled have, which tiles a program; and how they are stored."""
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fpk.kernels._activation import activate
 from fpk.kernels._tile import after_previous
 
 
@@ -36,10 +37,32 @@ def expert_schedule_kernel(
 
 
 @gluon.jit
-def _share(table_ptr, tiles_n, steps, SPLIT: gl.constexpr):
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _list(table_ptr, rows, E, BINS: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    """(row tiles, how many up to each expert's last, first row of no expert). BINS: experts that a program lists by
+    itself from `offs`, 0: the table of expert_schedule_kernel has them."""
+    if BINS == 0:
+        tiles, lost = gl.load(table_ptr), gl.load(table_ptr + 1)
+        done = tiles
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([max(1, BINS // (32 * WARPS))], [32], [WARPS], [0])
+        e = gl.arange(0, BINS, layout=LAYOUT)
+        end = gl.minimum(gl.load(table_ptr + e, mask=e < E, other=0), rows)
+        begin = gl.minimum(gl.load(table_ptr + e - 1, mask=(e > 0) & (e < E), other=0), rows)
+        done = gl.associative_scan((gl.maximum(end - begin, 0) + (BLOCK_M - 1)) // BLOCK_M, 0, _add)
+        tiles = gl.max(done, axis=0)
+        lost = min(gl.load(table_ptr + E - 1), rows)
+    return tiles, done, lost
+
+
+@gluon.jit
+def _share(tiles, steps, SPLIT: gl.constexpr):
     """(first tile, tile after the last, distance of tiles, first step, step after the last) of a program; steps count
     through the list of all tiles."""
-    tiles = gl.load(table_ptr) * tiles_n
     program, programs = gl.program_id(0), gl.num_programs(0)
     if SPLIT:
         per_program = gl.cdiv(tiles * steps, programs)
@@ -55,10 +78,20 @@ def _share(table_ptr, tiles_n, steps, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def _entry(table_ptr, tile, tiles_n):
+def _entry(table_ptr, done, rows, tile, tiles_n, BINS: gl.constexpr, BLOCK_M: gl.constexpr):
     """(row of units, expert, first row, row after the expert's last) of a tile."""
-    entry = table_ptr + 2 + tile // tiles_n * 3
-    return tile % tiles_n, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    m = tile // tiles_n
+    if BINS == 0:
+        entry = table_ptr + 2 + m * 3
+        expert, first, end = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    else:
+        earlier = done <= m
+        expert = gl.sum(earlier.to(gl.int32), axis=0)
+        before = gl.max(gl.where(earlier, done, 0), axis=0)
+        first = gl.load(table_ptr + max(expert - 1, 0))
+        first = gl.where(expert > 0, first, 0) + (m - before) * BLOCK_M
+        end = min(gl.load(table_ptr + expert), rows)
+    return tile % tiles_n, expert, first, end
 
 
 @gluon.jit
@@ -82,3 +115,27 @@ def _parts(count):
     """A number of boxes as a power of two and a rest."""
     main = 1 << (count.bit_length() - 1)
     return main, count - main
+
+
+@gluon.constexpr_function
+def _of(values, i):
+    return values[i]
+
+
+@gluon.jit
+def _put(out_ptr, sums, at_m, stop_m, at_n, N, stride_om, ACT: gl.constexpr):
+    """Store a piece [64, columns] of a tile with its rows of 64 neighbours; ACT: of 32 gates and ups by turns."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    piece = gl.convert_layout(sums.to(out_ptr.dtype.element_ty).permute((1, 0)), LAYOUT)
+    if ACT is not None:
+        gate, up = piece.reshape((sums.shape[1], 32, 2)).split()
+        gate, up = gate.to(gl.float32), up.to(gl.float32)
+        piece = activate(gate, up, _of(ACT, 0), True, _of(ACT, 1), _of(ACT, 2), _of(ACT, 3), _of(ACT, 4))
+        piece = piece.to(out_ptr.dtype.element_ty)
+        at_n = at_n // 2
+        N = N // 2
+    KEPT: gl.constexpr = piece.type.layout
+    offs_m = at_m + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(1, KEPT))
+    offs_n = at_n + gl.arange(0, piece.shape[1], layout=gl.SliceLayout(0, KEPT))
+    ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
+    gl.store(ptrs, piece, mask=(offs_m < stop_m)[:, None] & (offs_n < N)[None, :])

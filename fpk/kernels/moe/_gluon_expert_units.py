@@ -20,17 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fpk.kernels._activation import activate
 from fpk.kernels.gemm._gluon import barrier, tma_load
 from fpk.kernels.gemm._gluon_units import RENAMED, _decode, _opaque, _pieces, _unit
-from fpk.kernels.moe._expert_tiles import _boxes, _entry, _is_multiplied, _parts, _share
+from fpk.kernels.moe._expert_tiles import _boxes, _entry, _is_multiplied, _list, _parts, _put, _share
 
 
 @gluon.jit
 def _produce(
-    descs, buffers, table_ptr, work,
+    descs, buffers, table_ptr, work, M, E,
     SIX: gl.constexpr, LINES: gl.constexpr, BYTES: gl.constexpr, BLOCK_M: gl.constexpr, BOX: gl.constexpr,
     ROWS: gl.constexpr, TAIL: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    BINS: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring of stages. BYTES: of the codes and scales of a row of units; TAIL: rows of the last tile."""
     codes, seconds, stored, tiles, full, empty = buffers
@@ -38,10 +38,11 @@ def _produce(
     units_n, units_k, lines = work
     BOXES: gl.constexpr = BLOCK_M // BOX
     tiles_n, steps = gl.cdiv(units_n, ROWS), gl.cdiv(units_k, UNITS)
-    first, last, stride, begin, end = _share(table_ptr, tiles_n, steps, SPLIT)
+    tiles_m, done, _lost = _list(table_ptr, M, E, BINS, BLOCK_M, 1)
+    first, last, stride, begin, end = _share(tiles_m * tiles_n, steps, SPLIT)
     slot, phase = 0, 1
     for tile in range(first, last, stride):
-        row, expert, at_m, stop_m = _entry(table_ptr, tile, tiles_n)
+        row, expert, at_m, stop_m = _entry(table_ptr, done, M, tile, tiles_n, BINS, BLOCK_M)
         boxes = _boxes(stop_m - at_m, BOX, BOXES, SPLIT)
         is_full = (row + 1 < tiles_n) | (TAIL == ROWS)
         base = expert * lines
@@ -83,30 +84,6 @@ def _right(tiles, at, W: gl.constexpr):
     else:
         view = first._reinterpret(first.dtype, [W, 64], first.layout)
     return view.permute((1, 0))
-
-
-@gluon.constexpr_function
-def _of(values, i):
-    return values[i]
-
-
-@gluon.jit
-def _put(out_ptr, sums, at_m, stop_m, at_n, N, stride_om, ACT: gl.constexpr):
-    """Store a piece [64, columns] of a tile with its rows of 64 neighbours; ACT: of 32 gates and ups by turns."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    piece = gl.convert_layout(sums.to(out_ptr.dtype.element_ty).permute((1, 0)), LAYOUT)
-    if ACT is not None:
-        gate, up = piece.reshape((sums.shape[1], 32, 2)).split()
-        gate, up = gate.to(gl.float32), up.to(gl.float32)
-        piece = activate(gate, up, _of(ACT, 0), True, _of(ACT, 1), _of(ACT, 2), _of(ACT, 3), _of(ACT, 4))
-        piece = piece.to(out_ptr.dtype.element_ty)
-        at_n = at_n // 2
-        N = N // 2
-    KEPT: gl.constexpr = piece.type.layout
-    offs_m = at_m + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(1, KEPT))
-    offs_n = at_n + gl.arange(0, piece.shape[1], layout=gl.SliceLayout(0, KEPT))
-    ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
-    gl.store(ptrs, piece, mask=(offs_m < stop_m)[:, None] & (offs_n < N)[None, :])
 
 
 @gluon.jit
@@ -160,10 +137,37 @@ def _finish(
 
 
 @gluon.jit
-def _clear(stored, at, i, UNITS: gl.constexpr, LINES: gl.constexpr):
-    """Scales of zero for a unit behind the last of its row: what was fetched there belongs to something else."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
-    _unit(stored.index(at), i, UNITS, LINES).store(gl.zeros((LINES, 64), gl.int32, LAYOUT))
+def _unit_product(
+    acc, rest, buffers, slot, i,
+    LEFT: gl.constexpr, LESS: gl.constexpr, R: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
+    GROUP: gl.constexpr, SIX: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, PACK: gl.constexpr,
+    LINES: gl.constexpr, BOXES: gl.constexpr, ROWS: gl.constexpr, UNITS: gl.constexpr,
+):  # fmt: skip
+    """Sums with the product of unit i of a step, which is on its way when this returns."""
+    codes, seconds, stored, tiles, _full, _empty = buffers
+    at = slot * ROWS + R
+    unit = _unit(codes.index(at), i, UNITS, 16)
+    second = unit
+    if SIX:
+        second = _unit(seconds.index(at), i, UNITS, 8)
+    scale = _unit(stored.index(at), i, UNITS, LINES)
+    halves = _decode(unit, second, scale, False, GROUP, SIX, ASM, CONSTRAINTS, PACK, LEFT)
+    for half in gl.static_range(2):
+        box = (slot * 2 * UNITS + 2 * i + half) * BOXES
+        acc = warpgroup_mma(halves[half], _right(tiles, box, MAIN * BOX), acc, is_async=True)
+        if REST > 0:
+            left = gl.convert_layout(halves[half], LESS, assert_trivial=True)
+            rest = warpgroup_mma(left, _right(tiles, box + MAIN, REST * BOX), rest, is_async=True)
+    return acc, rest
+
+
+@gluon.jit
+def _done(acc, rest, REST: gl.constexpr):
+    if REST > 0:
+        acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, rest
 
 
 @gluon.jit
@@ -174,43 +178,36 @@ def _tile(
     BOXES: gl.constexpr, ROWS: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Sums of a row of units over steps `start` to `stop`, for MAIN boxes of rows and for REST ones behind them."""
-    codes, seconds, stored, tiles, full, empty = buffers
-    W: gl.constexpr = MAIN * BOX
+    full, empty = buffers[4], buffers[5]
     X: gl.constexpr = REST * BOX if REST > 0 else BOX
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    LESS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN * BOX, 16])
+    MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    acc, rest = gl.zeros((64, W), gl.float32, SUMS), gl.zeros((64, X), gl.float32, LESS)
-    for step in range(start, stop):
+    LESS: gl.constexpr = gl.DotOperandLayout(0, MORE, 2)
+    acc, rest = gl.zeros((64, MAIN * BOX), gl.float32, SUMS), gl.zeros((64, X), gl.float32, MORE)
+    whole = units_k // UNITS  # steps; what a last one fetches behind the row of units belongs to something else
+    for _ in range(start, min(stop, whole)):
         slot = turn % STAGES
         mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        at = slot * ROWS + R
-        if UNITS > 1:  # noqa: SIM102  the outer one is decided by the compiler
-            if step * UNITS + UNITS > units_k:
-                for i in gl.static_range(UNITS):
-                    if step * UNITS + i >= units_k:
-                        _clear(stored, at, i, UNITS, LINES)
-                fence_async_shared()
-                barrier()
         for i in gl.static_range(UNITS):
-            unit = _unit(codes.index(at), i, UNITS, 16)
-            second = unit
-            if SIX:
-                second = _unit(seconds.index(at), i, UNITS, 8)
-            scale = _unit(stored.index(at), i, UNITS, LINES)
-            halves = _decode(unit, second, scale, False, GROUP, SIX, ASM, CONSTRAINTS, PACK, LEFT)
-            for half in gl.static_range(2):
-                box = (slot * 2 * UNITS + 2 * i + half) * BOXES
-                acc = warpgroup_mma(halves[half], _right(tiles, box, W), acc, is_async=True)
-                if REST > 0:
-                    left = gl.convert_layout(halves[half], gl.DotOperandLayout(0, LESS, 2), assert_trivial=True)
-                    rest = warpgroup_mma(left, _right(tiles, box + MAIN, X), rest, is_async=True)
-        if REST > 0:
-            acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc, rest = _unit_product(
+                acc, rest, buffers, slot, i,
+                LEFT, LESS, R, MAIN, REST, BOX, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BOXES, ROWS, UNITS,
+            )  # fmt: skip
+        acc, rest = _done(acc, rest, REST)
         mbarrier.arrive(empty.index(slot), count=1)
         turn += 1
+    if UNITS > 1:  # noqa: SIM102  the outer one is decided by the compiler
+        if stop > whole:
+            slot = turn % STAGES
+            mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+            for i in range(units_k - whole * UNITS):
+                acc, rest = _unit_product(
+                    acc, rest, buffers, slot, i,
+                    LEFT, LESS, R, MAIN, REST, BOX, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BOXES, ROWS, UNITS,
+                )  # fmt: skip
+                acc, rest = _done(acc, rest, REST)
+            mbarrier.arrive(empty.index(slot), count=1)
     return acc, rest
 
 
@@ -235,20 +232,21 @@ def _work(
 
 @gluon.jit
 def _consume(
-    buffers, ends, table_ptr, work, rows, N,
+    buffers, ends, table_ptr, work, M, N, E,
     R: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
     PACK: gl.constexpr, LINES: gl.constexpr, BLOCK_M: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, ACT: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, BINS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """Multiply row R of the units of each step."""
     units_n, units_k, _lines = work
     BOXES: gl.constexpr = BLOCK_M // BOX
     tiles_n, steps = gl.cdiv(units_n, ROWS), gl.cdiv(units_k, UNITS)
-    first_tile, last_tile, stride, begin, end = _share(table_ptr, tiles_n, steps, SPLIT)
-    per_program = gl.cdiv(gl.load(table_ptr) * tiles_n * steps, gl.num_programs(0))
+    tiles_m, done, lost = _list(table_ptr, M, E, BINS, BLOCK_M, 4)
+    first_tile, last_tile, stride, begin, end = _share(tiles_m * tiles_n, steps, SPLIT)
+    per_program = gl.cdiv(tiles_m * tiles_n * steps, gl.num_programs(0))
     turn = 0
     for tile in range(first_tile, last_tile, stride):
-        row, expert, at_m, stop_m = _entry(table_ptr, tile, tiles_n)
+        row, expert, at_m, stop_m = _entry(table_ptr, done, M, tile, tiles_n, BINS, BLOCK_M)
         boxes = _boxes(stop_m - at_m, BOX, BOXES, SPLIT)
         start, stop = max(tile * steps, begin) - tile * steps, min(tile * steps + steps, end) - tile * steps
         first, last = tile * steps // per_program, (tile * steps + steps - 1) // per_program
@@ -263,23 +261,22 @@ def _consume(
         turn += stop - start
     # rows of no expert become zeros, whatever they hold
     out_ptr, _, _, _, _, stride_om, _ = ends
-    lost = gl.load(table_ptr + 1)
     columns = gl.cdiv(units_n, ROWS)
     if ACT is not None:
         N = N // 2
-    for item in range(gl.program_id(0), gl.cdiv(max(rows - lost, 0), 16) * columns, gl.num_programs(0)):
+    for item in range(gl.program_id(0), gl.cdiv(max(M - lost, 0), 16) * columns, gl.num_programs(0)):
         zeros = gl.zeros((64, 16), gl.float32, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
-        _put(out_ptr, zeros, lost + item // columns * 16, rows, (item % columns * ROWS + R) * 64, N, stride_om, None)
+        _put(out_ptr, zeros, lost + item // columns * 16, M, (item % columns * ROWS + R) * 64, N, stride_om, None)
 
 
-@gluon.jit(do_not_specialize=["M", "units_n", "units_k", "lines"])
+@gluon.jit(do_not_specialize=["M", "E", "units_n", "units_k", "lines"])
 def expert_units_kernel(
     codes_desc, second_desc, stored_desc, a_desc, out_ptr, parts_ptr, tickets_ptr, row_scale_ptr, bias_ptr, table_ptr,
-    M, N, units_n, units_k, lines, stride_om, stride_bias,
+    M, N, E, units_n, units_k, lines, stride_om, stride_bias,
     PDL: gl.constexpr, GROUP: gl.constexpr, SIX: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
     PACK: gl.constexpr, BLOCK_M: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr, TAIL: gl.constexpr,
-    UNITS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, ACT: gl.constexpr, CONSUMER: gl.constexpr,
-    PRODUCER: gl.constexpr,
+    UNITS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, BINS: gl.constexpr, ACT: gl.constexpr,
+    CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows of units, one to four, of UNITS units along K at a time; lines: of one expert's codes and scales.
     ACT: formula, alpha, beta, limit and PRECISE of `activate` for rows that are gates and ups by turns, or None.
@@ -310,12 +307,12 @@ def expert_units_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    0, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    0, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_produce, (
-                    descs, buffers, table_ptr, work,
-                    SIX, LINES, BYTES, BLOCK_M, BOX, ROWS, TAIL, UNITS, STAGES, SPLIT,
+                    descs, buffers, table_ptr, work, M, E,
+                    SIX, LINES, BYTES, BLOCK_M, BOX, ROWS, TAIL, UNITS, STAGES, SPLIT, BINS,
                 )),
             ],
             [1], [PRODUCER],
@@ -324,16 +321,16 @@ def expert_units_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    0, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    0, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    1, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    1, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_produce, (
-                    descs, buffers, table_ptr, work,
-                    SIX, LINES, BYTES, BLOCK_M, BOX, ROWS, TAIL, UNITS, STAGES, SPLIT,
+                    descs, buffers, table_ptr, work, M, E,
+                    SIX, LINES, BYTES, BLOCK_M, BOX, ROWS, TAIL, UNITS, STAGES, SPLIT, BINS,
                 )),
             ],
             [4, 1], [CONSUMER, PRODUCER],
@@ -342,20 +339,20 @@ def expert_units_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    0, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    0, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    1, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    1, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    2, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    2, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_produce, (
-                    descs, buffers, table_ptr, work,
-                    SIX, LINES, BYTES, BLOCK_M, BOX, ROWS, TAIL, UNITS, STAGES, SPLIT,
+                    descs, buffers, table_ptr, work, M, E,
+                    SIX, LINES, BYTES, BLOCK_M, BOX, ROWS, TAIL, UNITS, STAGES, SPLIT, BINS,
                 )),
             ],
             [4, 4, 1], [CONSUMER, CONSUMER, PRODUCER],
@@ -364,24 +361,24 @@ def expert_units_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    0, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    0, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    1, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    1, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    2, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    2, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_consume, (
-                    buffers, ends, table_ptr, work, M, N,
-                    3, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, ACT,
+                    buffers, ends, table_ptr, work, M, N, E,
+                    3, GROUP, SIX, ASM, CONSTRAINTS, PACK, LINES, BLOCK_M, BOX, ROWS, UNITS, STAGES, SPLIT, BINS, ACT,
                 )),
                 (_produce, (
-                    descs, buffers, table_ptr, work,
-                    SIX, LINES, BYTES, BLOCK_M, BOX, ROWS, TAIL, UNITS, STAGES, SPLIT,
+                    descs, buffers, table_ptr, work, M, E,
+                    SIX, LINES, BYTES, BLOCK_M, BOX, ROWS, TAIL, UNITS, STAGES, SPLIT, BINS,
                 )),
             ],
             [4, 4, 4, 1], [CONSUMER, CONSUMER, CONSUMER, PRODUCER],

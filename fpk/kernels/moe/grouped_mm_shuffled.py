@@ -66,6 +66,8 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 """What laws draw from: the parameters of an activation by name."""
 FORMATS = ("mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2")
 WHAT = "grouped_mm_shuffled"
+LISTED = 256
+"""Experts at most that every program lists by itself, where it has registers left for that."""
 _ACT = ("FORMULA", "ALPHA", "BETA", "LIMIT", "PRECISE")
 
 
@@ -227,10 +229,13 @@ def registers(config: Config) -> dict[str, int]:
     """Registers of a thread, by what it does: those of a program that shares its SM are capped at the launch."""
     rows, per_sm = config["ROWS"], config["PER_SM"]
     if rows == 1:
-        return dict(CONSUMER=0, PRODUCER=24, maxnreg={4: 64, 3: 80}.get(per_sm, 120))
-    if per_sm == 2:
-        return dict(CONSUMER=104, PRODUCER=24, maxnreg=80)
-    return dict(CONSUMER={2: 232, 3: 152, 4: 104}[rows], PRODUCER={2: 24, 3: 32, 4: 40}[rows])
+        return dict(CONSUMER=0, PRODUCER=24, maxnreg={6: 40, 5: 48, 4: 64, 3: 80}.get(per_sm, 120))
+    if per_sm > 1:
+        return {
+            (2, 2): dict(CONSUMER=104, PRODUCER=32, maxnreg=80), (2, 3): dict(CONSUMER=72, PRODUCER=24, maxnreg=56),
+            (3, 2): dict(CONSUMER=72, PRODUCER=40, maxnreg=64),
+        }[rows, per_sm]  # fmt: skip
+    return dict(CONSUMER={2: 232, 3: 152, 4: 104}[rows], PRODUCER={2: 40, 3: 32, 4: 40}[rows])
 
 
 def legal(
@@ -306,10 +311,13 @@ def _launch_warps(
     lines, early, block, units = packed.shape[1], early_start(device), config["BLOCK_M"], config["UNITS"]
     rows, split = config["ROWS"], config["SPLIT"]
     most = (R + min(E, R) * (block - 1)) // block
-    table = torch.empty(2 + 3 * most, dtype=torch.int32, device=a.device)
-    expert_schedule_kernel[(triton.cdiv(most, 32),)](
-        offs, table, R, E, BLOCK_E=triton.next_power_of_2(E), BLOCK_M=block, BLOCK=32, num_warps=4, **early
-    )
+    bins, table = max(128, triton.next_power_of_2(E)), offs  # at least one a thread
+    listed = rows == 1 and bins <= LISTED
+    if not listed:
+        table = torch.empty(2 + 3 * most, dtype=torch.int32, device=a.device)
+        expert_schedule_kernel[(triton.cdiv(most, 32),)](
+            offs, table, R, E, BLOCK_E=bins, BLOCK_M=block, BLOCK=32, num_warps=4, **early
+        )
     programs = config["PER_SM"] * device.sm_count
     if not split:
         programs = min(programs, most * triton.cdiv(units_n, rows))
@@ -323,8 +331,9 @@ def _launch_warps(
     expert_units_kernel[(programs,)](
         codes, flat_descriptor(flat, 8 * units) if six else codes, flat_descriptor(flat, scale_lines * units),
         descriptor(a, config["BOX"], 64), out, parts, counters, row_scale, bias, table,
-        R, N, units_n, units_k, lines, out.stride(0), 0 if bias is None else bias.stride(0),
-        GROUP=made["GROUP"], SIX=six, ACT=act, TAIL=(units_n - 1) % rows + 1, **assembly(made["FORMAT"], False),
+        R, N, E, units_n, units_k, lines, out.stride(0), 0 if bias is None else bias.stride(0),
+        GROUP=made["GROUP"], SIX=six, ACT=act, TAIL=(units_n - 1) % rows + 1,
+        BINS=bins if listed else 0, **assembly(made["FORMAT"], False),
         **config, **more, **early,
     )  # fmt: skip
 
