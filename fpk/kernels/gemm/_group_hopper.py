@@ -93,7 +93,8 @@ def legal_on_hopper(
         fits = fits and _seen_right(config)
         if kernel == "pairs":
             whole = group == 128 and (block_cols < 0 or (block_cols == 128 and offset_k == 0))
-            rows, fits = 128, fits and whole and _pairs_fit(config, device, b, out_dtype)
+            many = a.shape[0] > 64
+            rows, fits = 128, fits and many and whole and _pairs_fit(config, device, b, out_dtype)
         else:
             few = a.shape[0] <= (64 if config["SWAP"] else 512)
             rows, fits = 64 if config["SWAP"] else n, fits and few and _joint_fit(config, device)
