@@ -1,11 +1,15 @@
 """Where the kernels written for Hopper are candidates, and what refuses them. Their results: test_ops on a GPU."""
 
+import itertools
+
 import pytest
 import torch
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.device import pretend
+from fpk.kernels.gemm import _gluon_alternate, _gluon_late
 from fpk.kernels.gemm._gluon import consumer_tile, piece_columns, right_parts
+from fpk.kernels.gemm._scaled_space import paired, paired_estimate
 from fpk.kernels.gemm._warps_space import cheapest, estimate, split_for, turns, warps, weight_warps
 from fpk.op import OPS
 from fpk.tune.arguments import legal_candidates, outline
@@ -170,7 +174,34 @@ def test_defaults_fill_the_gpu(shape):
         case = outline(OPS["scaled_mm"], dict(M=M, N=N, K=K, fast_accum=True))
         first = next(iter(OPS["scaled_mm"].configs(**case)))
     square = warps(128, 128, 6)
-    assert estimate(first, M, N, K, device.sm_count) < estimate(square, M, N, K, device.sm_count)
+    time = paired_estimate if "CLUSTER" in first else estimate
+    assert time(first, M, N, K, device.sm_count) < estimate(square, M, N, K, device.sm_count)
+
+
+def test_programs_in_pairs(monkeypatch):
+    for module in (_gluon_alternate, _gluon_late):  # on whatever triton this runs
+        monkeypatch.setattr(module, "AVAILABLE", True)
+    late, turns_at_tiles = paired("late", 128, 256, 4), paired("alternate", 128, 128, 6)
+    for config in (late, turns_at_tiles):
+        assert legal("scaled_mm", config, fast_accum=True) and legal("scaled_mm", config, dtype=torch.int8)
+        assert not legal("scaled_mm", config)  # one sum a tile fits into registers
+        assert not legal("scaled_mm", config, arch="sm100", fast_accum=True)
+        assert not legal("scaled_mm", config, fast_accum=True, N=500)
+        assert not legal("scaled_mm", config | dict(STAGES=7), fast_accum=True)
+    assert not legal("scaled_mm", late, fast_accum=True, out_dtype=torch.float32)  # rounded tiles wait in registers
+    assert legal("scaled_mm", paired("alternate", 128, 128, 5), fast_accum=True, out_dtype=torch.float32)
+    assert not legal("scaled_mm", late, fast_accum=True, K=384)  # a tile leaves during four steps
+    assert not legal("scaled_mm", paired("alternate", 64, 256, 4), dtype=torch.int8)  # no such instruction
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_many_tokens_go_in_pairs(dtype):
+    """Short products of K by consumers that take turns, and something that runs on other triton versions follows."""
+    for N, K, kernel in ((7168, 2048, "alternate"), (7168, 16384, "late")):
+        with pretend("sm90"):
+            case = outline(OPS["scaled_mm"], dict(M=8192, N=N, K=K, fast_accum=True, dtype=dtype))
+            found = [c["kernel"] for c in itertools.islice(OPS["scaled_mm"].configs(**case), 3)]
+        assert found[0] == kernel and found[2] == "warps"
 
 
 def test_cheapest_orders_by_estimate():

@@ -65,10 +65,11 @@ def _effects(line: str) -> tuple[frozenset[str], list[str]]:
     operands = [o.strip() for o in rest.split(",")]
     writes: list[str] = []
     reads: list[str] = []
+    result = 1 if name == "R2UR" and re.fullmatch(r"P\w", operands[0]) else 0  # whether all threads agree comes first
     for place, operand in enumerate(operands):
         for kind, register in REGISTER.findall(operand):
             number = int(register[2:])
-            if place == 0 and operand == register and not name.startswith(READERS):
+            if place == result and operand == register and not name.startswith(READERS):
                 width = next((w for mark, w in ((".256", 8), (".128", 4), (".64", 2), (".WIDE", 2)) if mark in name), 1)
                 writes += [f"UR{number + i}" for i in range(width)]
             elif kind == "gdesc" and name.startswith(MATRIX):

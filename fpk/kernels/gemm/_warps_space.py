@@ -109,50 +109,6 @@ def narrow_space(M: int, widths: tuple[int, ...], swap: bool = True) -> Iterator
             yield narrow(max(16, M), n, k, stages, split, swap)
 
 
-def scaled_mm_configs(M: int, N: int, K: int, promoted: bool, int8: bool, sms: int) -> Iterator[Config]:
-    """scaled_mm on sm90: by measured times at real layers' sizes, then candidates."""
-    if M <= 64:
-        narrow_tiles = cdiv(N, 64)
-        if M > 16 and narrow_tiles > 2 * sms:
-            yield warps(M, 128, 8, 1, swap=True)
-        stages = 3 if M > 16 and narrow_tiles > sms else 4  # two programs an SM
-        yield narrow(max(16, M), 64, 256, stages, split_for(narrow_tiles, 100, 4))
-    else:
-        group = 4 if M <= 256 else 16
-        options = [warps(128, 128, 6, group if M <= 256 else 8), warps(128, 192, 5, group if M <= 256 else 8)]
-        if M <= 512:
-            options += [warps(64, 128, 6, group), warps(64, 256, 5, group)]
-        if int8:
-            options.append(warps(256, 128, 4, group))
-        elif not promoted:
-            options.append(warps(128, 256, 4, group))
-        if M <= 256:
-            options += [narrow(64, 64, 128, 6, split) for split in (1, 2)] + [warps(64, 128, 6, 1, 2)]
-        yield from cheapest(options, M, N, K, sms, 1.1 if promoted else 1.03)
-    yield from warps_space(M)
-    yield from narrow_space(M, (128, 256))
-
-
-def group_configs(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
-    """scaled_mm_group on sm90, likewise."""
-    if M <= 16:
-        yield warps(16, 256, 6, 1, split_for(cdiv(N, 256), 56, 4), swap=True)
-        yield turns(32, 14)
-        yield turns(64, 10)
-    else:
-        group = 1 if M <= 64 else 4
-        options = [turns(32, 14, 1, group), turns(64, 10, 1, group), turns(64, 10, 2, group), turns(128, 6, 1, group)]
-        options += [warps(64, 128, 8, group, split) for split in (1, 2)]
-        if M > 64:
-            options += [warps(128, 128, 6, 4, 2), warps(128, 128, 6, 4), warps(128, 192, 5, 4)]
-        if M > 256:
-            options = [warps(128, 128, 6, 8), warps(128, 192, 5, 8)]
-        yield from cheapest(options, M, N, K, sms, 1.25)  # its second product is scaled while the unit waits
-    yield from warps_space(M)
-    yield from turns_space(M)
-    yield from narrow_space(M, (128,))
-
-
 def weight_only_configs(M: int, N: int, sms: int) -> Iterator[Config]:
     """mm_weight_only on sm90, likewise."""
     if M <= 16:

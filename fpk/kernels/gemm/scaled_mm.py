@@ -8,7 +8,8 @@ fp32 before the single rounding to the output.
 
 Kernels: `tile`, pointers, one tile a program, runs everywhere (SWAP puts the weights on the matrix instruction's 64-row
 side, for few tokens); `split`, the same with K divided over programs and a second, ordered reduction; `persistent`,
-tensor descriptors (TMA), PER_SM programs an SM; `warps` (sm90, Gluon), persistent, some warps load and others multiply.
+tensor descriptors (TMA), PER_SM programs an SM; `warps` (sm90, Gluon), persistent, some warps load and others multiply;
+`alternate` (sm90, Gluon), likewise, for many tokens.
 
 Source: the W8A8 recipes of torch.nn.functional.scaled_mm (TensorWise, RowWise).
 """
@@ -37,6 +38,8 @@ from fpk.formats import FP8
 from fpk.kernels._tile import after_previous, tile_of
 from fpk.kernels.gemm._baselines import torch_scaled_mm
 from fpk.kernels.gemm._gluon import TYPES, consumer_tile, descriptor, piece_columns, right_parts
+from fpk.kernels.gemm._gluon_alternate import alternate_fits, alternate_kernel, launch_alternate
+from fpk.kernels.gemm._gluon_late import late_fits, late_kernel, launch_late
 from fpk.kernels.gemm._gluon_mm import warps_kernel
 from fpk.kernels.gemm._mm import (
     OUT_TYPES,
@@ -56,7 +59,7 @@ from fpk.kernels.gemm._mm import (
     tile_space,
     warps_fit,
 )
-from fpk.kernels.gemm._warps_space import scaled_mm_configs
+from fpk.kernels.gemm._scaled_space import scaled_mm_configs
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales, strided
 from fpk.shapes import linear_cases
@@ -218,6 +221,10 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
 def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bool, **_: Any
 ) -> bool:
+    if config["kernel"] == "alternate":
+        return (fast_accum or a.dtype is torch.int8) and alternate_fits(config, device, a, b, out_dtype)
+    if config["kernel"] == "late":
+        return (fast_accum or a.dtype is torch.int8) and late_fits(config, device, a, b, out_dtype)
     if config["kernel"] == "warps":
         is_int8 = a.dtype is torch.int8
         if is_int8 and right_parts(consumer_tile(config)[1])[0] > 128:  # triton knows no such instruction
@@ -297,6 +304,8 @@ def inputs(
         split=Kernel(_tile_kernel, matrix=True),
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
         warps=Kernel(warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
+        late=Kernel(late_kernel, targets=("sm90",), interpretable=False, matrix=True),
+        alternate=Kernel(alternate_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
     cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
@@ -334,9 +343,15 @@ def scaled_mm(
     config = dict(config)
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     strides = broadcast_strides(scale_a, scale_b, zero_point_a)
+    epilogue = (scale_a, scale_b, bias, zero_point_a, colsum_b)
+    if kernel == "alternate":
+        launch_alternate(of(a.device), a, b, epilogue, strides, out, config)
+        return out
+    if kernel == "late":
+        launch_late(of(a.device), a, b, epilogue, strides, out, config)
+        return out
     is_int8 = a.dtype is torch.int8
     promote = 0 if is_int8 or fast_accum else min(128, config["BLOCK_K"])
-    epilogue = (scale_a, scale_b, bias, zero_point_a, colsum_b)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     if kernel == "persistent":
         programs = min(config.pop("PER_SM") * of(a.device).sm_count, triton.cdiv(M, block_m) * triton.cdiv(N, block_n))

@@ -1,0 +1,67 @@
+"""Configs of scaled_mm on sm90: the default by an estimate of its time, then candidates."""
+
+import itertools
+from collections.abc import Iterator
+
+from triton import cdiv
+
+from fpk.db import Config
+from fpk.kernels.gemm._warps_space import cheapest, estimate, narrow, narrow_space, split_for, warps, warps_space
+
+
+def paired(kernel: str, m: int, n: int, stages: int, group: int = 4, cluster: int = 2) -> Config:
+    """A config of the `late` and `alternate` kernels; steps of K have 128 columns."""
+    return Config(kernel=kernel, GROUP_M=group, CLUSTER=cluster, BLOCK_M=m, BLOCK_N=n, STAGES=stages, num_warps=4)
+
+
+def paired_estimate(config: Config, M: int, N: int, K: int, sms: int) -> float:
+    """`estimate` for `late` and `alternate`: what stands between tiles is short, or nothing; narrower tiles ask more of
+    L2 a product."""
+    m, n, cluster = config["BLOCK_M"], config["BLOCK_N"], config["CLUSTER"]
+    step, between = (0.085 + 2.04e-5 * m * n, 0.3) if config["kernel"] == "late" else (2.33e-5 * m * n, 0.05)
+    waves = cdiv(cdiv(M, m * cluster) * cdiv(N, n), sms // cluster)
+    return 3 + max(waves * (cdiv(K, 128) * step + between), (N + M) * K / 4.2e6)
+
+
+def paired_space(M: int) -> Iterator[Config]:
+    """Candidates of `late` and `alternate` for M tokens; what does not fit is not legal."""
+    if M > 128:
+        for (kernel, m, n, stages), group, cluster in itertools.product(
+            (("late", 128, 256, 4), ("late", 256, 128, 4), ("late", 128, 128, 6), ("alternate", 128, 128, 6),
+             ("alternate", 128, 128, 5), ("alternate", 64, 256, 4)), (2, 4, 8, 16), (2, 1),
+        ):  # fmt: skip
+            yield paired(kernel, m, n, stages, group, cluster)
+
+
+def scaled_mm_configs(M: int, N: int, K: int, promoted: bool, int8: bool, sms: int) -> Iterator[Config]:
+    """By measured times at real layers' sizes, then candidates."""
+    if M <= 64:
+        narrow_tiles = cdiv(N, 64)
+        if M > 16 and narrow_tiles > 2 * sms:
+            yield warps(M, 128, 8, 1, swap=True)
+        stages = 3 if M > 16 and narrow_tiles > sms else 4  # two programs an SM
+        yield narrow(max(16, M), 64, 256, stages, split_for(narrow_tiles, 100, 4))
+    else:
+        group = 4 if M <= 256 else 16
+        options = [warps(128, 128, 6, group if M <= 256 else 8), warps(128, 192, 5, group if M <= 256 else 8)]
+        if M <= 512:
+            options += [warps(64, 128, 6, group), warps(64, 256, 5, group)]
+        if int8:
+            options.append(warps(256, 128, 4, group))
+        elif not promoted:
+            options.append(warps(128, 256, 4, group))
+        if M <= 256:
+            options += [narrow(64, 64, 128, 6, split) for split in (1, 2)] + [warps(64, 128, 6, 1, 2)]
+        wide = 1.1 if promoted else 1.03
+        found = cheapest(options, M, N, K, sms, wide)
+        if M > 256 and not promoted:
+            pairs = [paired("late", 128, 256, 4), paired("alternate", 128, 128, 6)]
+            pairs.sort(key=lambda c: paired_estimate(c, M, N, K, sms))
+            first = estimate(found[0], M, N, K, sms) * (wide if found[0]["BLOCK_N"] == 192 else 1)
+            ahead = paired_estimate(pairs[0], M, N, K, sms) < first
+            found = [*pairs, found[0]] if ahead else [found[0], *pairs]
+        yield from found
+    if not promoted:
+        yield from paired_space(M)
+    yield from warps_space(M)
+    yield from narrow_space(M, (128, 256))

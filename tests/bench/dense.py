@@ -1,0 +1,179 @@
+"""Products of `scaled_mm` beside their peers, in blocks long enough for the GPU's power control to settle.
+
+    python tests/bench/dense.py --csv FILE [--peers FILE] [--products ...] [--layers ...] [--tokens ...]
+
+A product of thousands of tokens runs into the power limit, and for some tens of milliseconds it runs at the clock that
+the one before it left behind: the first `--settle-ms` of each block do not count, blocks of one round come in random
+order, and the clock is written down. Everything is captured before anything is timed.
+"""
+
+import argparse
+import csv
+import datetime
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from tables import PRODUCTS, limits, more_peers, provenance
+from turns import capture, copies_needed
+
+import fpk.kernels  # noqa: F401  declares every op
+from fpk.check import rel_error
+from fpk.op import OPS
+from fpk.shapes import LINEAR_LAYERS
+
+ROWS = 256  # of an output compared with the reference
+
+
+def prepare(product: str, layer: str, m: int, fast: bool, options) -> dict[str, Any]:
+    """Graphs of fpk and its peers over rotated inputs, and what their row says beside the times."""
+    name, arguments = PRODUCTS[product]
+    op, (n, k) = OPS[name], LINEAR_LAYERS[layer]
+    size = dict(M=m, N=n, K=k)
+    arguments = arguments | dict(fast_accum=fast)
+    count = min(24, copies_needed(m * k + n * k))
+    sets = [op.inputs(**size, **arguments, device="cuda", seed=7 * s) for s in range(count)]
+    bound = op.bind(**sets[0])
+    some = torch.linspace(0, m - 1, min(m, ROWS), device="cuda").long()
+    part = sets[0] | {x: sets[0][x][some] for x in ("a", "scale_a") if sets[0][x].shape[0] == m}
+    expected = op.reference(**part)
+    calls = {"fpk": lambda s: op(**s)}
+    if product != "int8_token":
+        calls["torch"] = lambda s: op.baselines["torch"](**s)
+    calls |= more_peers(options, product, size, fast)
+    errors, graphs = {}, {}
+    for who, call in calls.items():
+        try:
+            errors[who] = rel_error(call(sets[0])[some], expected)
+            graphs[who] = capture(call, sets)
+        except Exception as problem:
+            print(f"{product} {layer} M={m} {who}: {type(problem).__name__}: {problem}"[:200], flush=True)
+    return dict(
+        row=dict(product=product, layer=layer, M=m, N=n, K=k, fast_accum=int(fast)), graphs=graphs, calls=len(sets),
+        errors=errors, cost=op.cost(**bound), config=op.config_for(**sets[0]), sets=sets,
+    )  # fmt: skip
+
+
+def replay(graph, count: int) -> float:
+    """Microseconds of `count` replays."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def blocks(prepared: dict, block_ms: float, settle_ms: float, rounds: int, rng: random.Random, spans: list) -> dict:
+    """{who: medians of its blocks, microseconds a call}; `spans` gets (who, begin, end) by the wall clock."""
+    graphs, calls = prepared["graphs"], prepared["calls"]
+    count = {who: max(1, round(1000 / max(replay(graph, 1), 1))) for who, graph in graphs.items()}
+    found: dict[str, list[float]] = {who: [] for who in graphs}
+    for _ in range(rounds):
+        for who in rng.sample(list(graphs), len(graphs)):
+            until = time.perf_counter() + settle_ms / 1e3
+            while time.perf_counter() < until:
+                replay(graphs[who], count[who])
+            times, begin = [], time.time()
+            until = time.perf_counter() + block_ms / 1e3
+            while time.perf_counter() < until or len(times) < 3:
+                times.append(replay(graphs[who], count[who]) / calls / count[who])
+            spans.append((who, begin, time.time()))
+            found[who].append(statistics.median(times))
+    return found
+
+
+@contextmanager
+def clocks() -> Iterator[list[tuple[float, int]]]:
+    """(time, MHz) of the SMs while the block runs; filled when it ends. Empty without nvidia-smi."""
+    samples: list[tuple[float, int]] = []
+    command = ["nvidia-smi", "--query-gpu=timestamp,clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    except OSError:
+        yield samples
+        return
+    try:
+        yield samples
+    finally:
+        process.terminate()
+        for line in process.communicate()[0].splitlines():
+            try:
+                when, mhz = line.split(", ")
+                at = datetime.datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f").timestamp()
+                samples.append((at, int(mhz)))
+            except ValueError:
+                continue  # cut by the end
+
+
+def row_of(prepared: dict, found: dict, mhz: dict, options) -> dict[str, Any]:
+    cost, config, errors = prepared["cost"], prepared["config"], prepared["errors"]
+    us = {who: statistics.mean(times) for who, times in found.items()}
+    rivals = {who: t for who, t in us.items() if who != "fpk"}
+    best = min(rivals, key=rivals.get, default="")
+    mine = us["fpk"]
+    return prepared["row"] | dict(
+        us=round(mine, 2), default_us=round(mine, 2), peer_us=round(rivals[best], 2) if best else "",
+        ratio=round(rivals[best] / mine, 3) if best else "", tflops=round(cost.flops / mine / 1e6, 1),
+        gb_per_s=round(cost.bytes / mine / 1e3), error=f"{errors['fpk']:.2e}",
+        peer_error=f"{errors[best]:.2e}" if best else "", tried=1, config=config, peer=best,
+        peers=" ".join(f"{who}={t:.2f}" for who, t in rivals.items()),
+        floor_us=round(cost.bytes / limits()[0] + limits()[1], 2),
+        blocks=" ".join(f"{who}={'/'.join(f'{t:.2f}' for t in times)}" for who, times in found.items()),
+        block_ms=options.block_ms, settle_ms=options.settle_ms,
+        mhz=" ".join(f"{who}={value}" for who, value in mhz.items()),
+    )  # fmt: skip
+
+
+def main(alone=nullcontext) -> int:
+    """`alone` is entered for all timing: a context in which nobody else uses the GPU."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--csv", required=True)
+    parser.add_argument("--peers", help="a Python file with calls(product, M, N, K, fast_accum) -> {name: call}")
+    parser.add_argument("--products", nargs="*", default=["fp8_token", "fp8_tensor", "int8_token"])
+    parser.add_argument("--layers", nargs="*", default=list(LINEAR_LAYERS))
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16, 64, 256, 1024, 4096, 8192])
+    parser.add_argument("--fast", type=int, nargs="*", default=[1])
+    parser.add_argument("--block-ms", type=float, default=60)
+    parser.add_argument("--settle-ms", type=float, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    ready = []
+    for product in options.products:
+        for fast in [0] if product == "int8_token" else options.fast:
+            for layer in options.layers:
+                ready += [prepare(product, layer, m, bool(fast), options) for m in options.tokens]
+        print(f"{len(ready)} prepared, {product}", flush=True)
+    limits()
+    rng, results, spans = random.Random(0), [], []
+    with alone(), clocks() as samples:
+        for prepared in ready:
+            begun = len(spans)
+            found = blocks(prepared, options.block_ms, options.settle_ms, options.rounds, rng, spans)
+            results.append((prepared, found))
+            prepared["spans"] = spans[begun:]
+    with open(options.csv, "w", newline="") as f:
+        for number, (prepared, found) in enumerate(results):
+            mhz = {}
+            for who in found:
+                ran = [(begin, end) for name, begin, end in prepared["spans"] if name == who]
+                seen = [value for at, value in samples if any(begin <= at <= end for begin, end in ran)]
+                mhz[who] = round(statistics.median(seen)) if seen else ""
+            row = row_of(prepared, found, mhz, options) | provenance()
+            if not number:
+                writer = csv.DictWriter(f, list(row))
+                writer.writeheader()
+            writer.writerow(row)
+            print(*(f"{name}={value}" for name, value in row.items() if name != "config"), flush=True)
+    return 0 if results else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
