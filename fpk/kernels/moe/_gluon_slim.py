@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,26 +26,50 @@ from fpk.db import Config
 from fpk.device import Device, of
 from fpk.formats import FP8
 from fpk.kernels._tile import early_start
-from fpk.kernels.moe._gluon_parts import schedule_kernel, tma_load
+from fpk.kernels.moe._gluon_parts import tma_load
 from fpk.kernels.moe._grouped import fits_row_descriptor, fits_weight_descriptor
 
 
 @gluon.jit
-def _tile(table_ptr, tile, tiles_m, tiles_n):
-    """(column, expert, first row, row after the expert's last) of a tile; the last one's for tiles behind it."""
-    tile = min(tile, tiles_m * tiles_n - 1)
-    entry = table_ptr + 3 * (tile // tiles_n)
-    return tile % tiles_n, gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+def _add(a, b):
+    return a + b
 
 
 @gluon.jit
-def _fetch(a_desc, b_desc, a_bufs, b_bufs, full, empty, table_ptr, E, N, K, STAGES: gl.constexpr):
-    tiles_m = gl.load(table_ptr)
+def _row_tiles(offs_ptr, R, E, BINS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Row tiles of the experts up to each, those of rows of no expert last; every warp holds all sums."""
+    V: gl.constexpr = gl.BlockedLayout([BINS // 32], [32], [4], [0])
+    e = gl.arange(0, BINS, layout=V)
+    end = gl.where(e < E, gl.minimum(gl.load(offs_ptr + e, mask=e < E, other=0), R), R)
+    begin = gl.minimum(gl.load(offs_ptr + e - 1, mask=(e > 0) & (e <= E), other=0), R)
+    tiles = gl.where(e <= E, gl.cdiv(gl.maximum(end - begin, 0), BLOCK_M), 0)
+    return gl.associative_scan(tiles, 0, _add)
+
+
+@gluon.jit
+def _tile(sums, offs_ptr, tile, tiles_n, R, E, BLOCK_M: gl.constexpr):
+    """(column, expert, first row, row after the expert's last) of a tile; expert E has the rows of none."""
+    m = tile // tiles_n
+    e = gl.arange(0, sums.shape[0], layout=sums.type.layout)
+    expert = gl.minimum(gl.sum((sums <= m).to(gl.int32), axis=0), E)
+    before = gl.sum(gl.where(e == expert - 1, sums, 0), axis=0)
+    begin = gl.minimum(gl.load(offs_ptr + expert - 1, mask=expert > 0, other=0), R)
+    end = gl.minimum(gl.load(offs_ptr + expert, mask=expert < E, other=2147483647), R)
+    return tile % tiles_n, expert, begin + (m - before) * BLOCK_M, end
+
+
+@gluon.jit
+def _fetch(
+    a_desc, b_desc, a_bufs, b_bufs, full, empty, offs_ptr, R, E, N, K,
+    BINS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    sums = _row_tiles(offs_ptr, R, E, BINS, BLOCK_M)
     tiles_n = gl.cdiv(N, 128)
+    tiles = gl.max(sums, axis=0) * tiles_n
     turn = 0
-    n, expert, first, _ = _tile(table_ptr, gl.program_id(0), tiles_m, tiles_n)
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        next_n, next_expert, next_first, _ = _tile(table_ptr, tile + gl.num_programs(0), tiles_m, tiles_n)
+    n, expert, first, _ = _tile(sums, offs_ptr, gl.program_id(0), tiles_n, R, E, BLOCK_M)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        next_n, next_expert, next_first, _ = _tile(sums, offs_ptr, tile + gl.num_programs(0), tiles_n, R, E, BLOCK_M)
         if expert < E:
             for k in range(gl.cdiv(K, 128)):
                 s = turn % STAGES
@@ -63,26 +86,29 @@ def _fetch(a_desc, b_desc, a_bufs, b_bufs, full, empty, table_ptr, E, N, K, STAG
 
 @gluon.jit
 def _multiply(
-    a_bufs, b_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
+    a_bufs, b_bufs, full, empty, offs_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, R, E, N, K,
     stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-    MODE: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    MODE: gl.constexpr, ROWS: gl.constexpr, BINS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """MODE as in _gluon_grouped: scaled, promoted, block."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 32])
     LM: gl.constexpr = gl.SliceLayout(0, L)  # rows of `a` are columns here
     LN: gl.constexpr = gl.SliceLayout(1, L)
     O: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    tiles_m = gl.load(table_ptr)
+    sums = _row_tiles(offs_ptr, R, E, BINS, BLOCK_M)
     tiles_n = gl.cdiv(N, 128)
+    tiles = gl.max(sums, axis=0) * tiles_n
     steps = gl.cdiv(K, 128)
     turn = 0
-    next_n, next_expert, next_first, next_end = _tile(table_ptr, gl.program_id(0), tiles_m, tiles_n)
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    next_n, next_expert, next_first, next_end = _tile(sums, offs_ptr, gl.program_id(0), tiles_n, R, E, BLOCK_M)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n = next_n
         expert = next_expert
         first = next_first
         end = next_end
-        next_n, next_expert, next_first, next_end = _tile(table_ptr, tile + gl.num_programs(0), tiles_m, tiles_n)
+        next_n, next_expert, next_first, next_end = _tile(
+            sums, offs_ptr, tile + gl.num_programs(0), tiles_n, R, E, BLOCK_M
+        )
         e = min(expert, E - 1).to(gl.int64)
         offs_m = first + gl.arange(0, BLOCK_M, layout=LM)
         offs_n = n * 128 + gl.arange(0, 128, layout=LN)
@@ -144,11 +170,12 @@ def _multiply(
         gl.store(ptrs, out, mask=(row < end)[:, None] & (column < N)[None, :])
 
 
-@gluon.jit(do_not_specialize=["E"])
+@gluon.jit(do_not_specialize=["R", "E"])
 def slim_kernel(
-    a_desc, b_desc, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
+    a_desc, b_desc, offs_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, R, E, N, K,
     stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-    PDL: gl.constexpr, MODE: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr, MODE: gl.constexpr, ROWS: gl.constexpr, BINS: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -163,12 +190,12 @@ def slim_kernel(
     fence_async_shared()
     gl.warp_specialize([
             (_multiply, (
-                a_bufs, b_bufs, full, empty, table_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, E, N, K,
+                a_bufs, b_bufs, full, empty, offs_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr, R, E, N, K,
                 stride_om, stride_sam, stride_sak, stride_sbe, stride_sbn, stride_sbk, stride_bias,
-                MODE, ROWS, BLOCK_M, STAGES,
+                MODE, ROWS, BINS, BLOCK_M, STAGES,
             )),
-            (_fetch, (a_desc, b_desc, a_bufs, b_bufs, full, empty, table_ptr, E, N, K, STAGES)),
-        ], [4], [24])  # fmt: skip
+            (_fetch, (a_desc, b_desc, a_bufs, b_bufs, full, empty, offs_ptr, R, E, N, K, BINS, BLOCK_M, STAGES)),
+        ], [4], [40 if BINS <= 256 else 56])  # fmt: skip
 
 
 def slim_legal(config: Config, device: Device, a: Tensor, b: Tensor, gather: Tensor | None) -> bool:
@@ -199,15 +226,11 @@ def launch_slim(
     (R, K), (E, N), block_m = a.shape, b.shape[:2], config["BLOCK_M"]
     device = of(a.device)
     most = (R + min(E + 1, R) * (block_m - 1)) // block_m
-    table = torch.empty(1 + 3 * most, dtype=torch.int32, device=a.device)
-    schedule_kernel[(triton.cdiv(most, 8),)](
-        offs, table, R, E, BLOCK_E=bins, BLOCK_M=block_m, BLOCK=8, num_warps=4, **early_start(device)
-    )
     matrix = b.as_strided((E * N, K), (b.stride(1), 1))
     programs = min(device.sm_count * config["PER_SM"], most * triton.cdiv(N, 128))
     registers: dict[str, Any] = dict(maxnreg={1: 168, 2: 128, 3: 80}[config["PER_SM"]])
     slim_kernel[(programs,)](
-        _descriptor(a, block_m), _descriptor(matrix, 128), table, scale_a, scale_b, bias, out, E, N, K, out.stride(0),
-        *strides, 0 if bias is None else bias.stride(0), MODE=mode, ROWS=rows_per_scale, BLOCK_M=block_m,
+        _descriptor(a, block_m), _descriptor(matrix, 128), offs, scale_a, scale_b, bias, out, R, E, N, K, out.stride(0),
+        *strides, 0 if bias is None else bias.stride(0), MODE=mode, ROWS=rows_per_scale, BINS=max(32, bins), BLOCK_M=block_m,
         STAGES=config["STAGES"], num_warps=4, **registers, **early_start(device),
     )  # fmt: skip
