@@ -231,6 +231,6 @@ def launch_slim(
     registers: dict[str, Any] = dict(maxnreg={1: 168, 2: 128, 3: 80}[config["PER_SM"]])
     slim_kernel[(programs,)](
         _descriptor(a, block_m), _descriptor(matrix, 128), offs, scale_a, scale_b, bias, out, R, E, N, K, out.stride(0),
-        *strides, 0 if bias is None else bias.stride(0), MODE=mode, ROWS=rows_per_scale, BINS=max(32, bins), BLOCK_M=block_m,
-        STAGES=config["STAGES"], num_warps=4, **registers, **early_start(device),
+        *strides, 0 if bias is None else bias.stride(0), MODE=mode, ROWS=rows_per_scale, BINS=max(32, bins),
+        BLOCK_M=block_m, STAGES=config["STAGES"], num_warps=4, **registers, **early_start(device),
     )  # fmt: skip
