@@ -78,3 +78,12 @@ def test_activated_is_the_product_activated(act, device):
     for config in representatives(args):
         apart = OPS["act_and_mul"](OP.launch(**plain, config=config), interleaved=True, **own)
         assert rel_error(OP.launch(**args, config=config), apart) < 1e-3
+
+
+@pytest.mark.parametrize("E", [1, 40, 128, 300])
+def test_any_number_of_experts(E, device):
+    """Few that every program lists by itself, and more than it can."""
+    args = OP.inputs(M=24, N=64, K=128, E=E, spread="skewed", dropped=0.2, device=device)
+    expected = OP.reference(**args)
+    for config in representatives(args):
+        assert_close(OP.launch(**args, config=config), expected, OP.tolerance(OP.bind(**args)), f"{config}")
