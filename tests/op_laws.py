@@ -138,7 +138,8 @@ def ample(op: Op) -> list[dict]:
         return sum(v.numel() for v in make(op, case).values() if isinstance(v, torch.Tensor))
 
     cases = sorted(pairwise(op), key=elements)
-    return cases[len(cases) // 2 :] + cases[: len(cases) // 2][::-1]
+    ordered = cases[len(cases) // 2 :] + cases[: len(cases) // 2][::-1]
+    return sorted(ordered, key=lambda case: any(case.get(n) == 0 for n in (*SIZES, "T", "B", "I")))
 
 
 def heavy(tensor: torch.Tensor, at: tuple[int, ...]) -> torch.Tensor:
