@@ -24,6 +24,10 @@ GOOD = {
     "one descriptor beside registers": (
         "UMOV UR10, 0x1", "UMOV UR11, 0x2", "HGMMA.64x32x16.F32 R56, R24, gdesc[UR8].tnspB, R56", "EXIT",
     ),
+    "words beside descriptors": (
+        "UMOV UR18, 0x1", "UMOV UR6, 0x1", "UMOV UR7, 0x1", "UMOV UR39, 0x1",
+        "UTCHMMA tmem[UR18], gdesc[UR6], tmem[UR18], tmem[UR18], idesc[UR39], UP0", "EXIT",
+    ),
     "what only a computed jump leads to": (
         "UMOV UR4, 0x1", "BRX R2 -0x10", "UMOV UR5, 0x2", "BRA 0x50", "UMOV UR6, UR4", "UMOV UR7, UR5", "EXIT",
     ),

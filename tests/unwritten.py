@@ -9,7 +9,7 @@ prints of a kernel.
 import re
 
 LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", re.M)
-REGISTER = re.compile(r"(gdesc|desc)?\[?\b(UR\d+)\b")
+REGISTER = re.compile(r"(?:\b(gdesc|desc)\[)?\b(UR\d+)\b")
 PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 TARGET = re.compile(r"(?<![\w\[])(?:`\(.*?\)|0x[0-9a-f]+)\s*$")
 MATRIX = ("HGMMA", "IGMMA", "QGMMA", "BGMMA")
