@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fpk.check import rel_error
+from fpk.device import of
 from fpk.op import OPS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on the H200")
@@ -42,3 +43,29 @@ def test_permute_and_unpermute_beyond_int32():
     back = OPS["moe_unpermute"](rows, position, weights)
     assert torch.equal(back[-5:], (x[-5:].float() * 0.75).to(torch.bfloat16))
     assert torch.equal(back[:5], (x[:5].float() * 0.75).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["grouped_scaled_mm", "grouped_scaled_mm_group"])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(M=70, N=256, K=384, E=9), dict(M=300, N=200, K=272, E=5, dropped=0.5, bias=True),
+        dict(M=1000, N=384, K=1024, E=33, spread="skewed"), dict(M=100, N=128, K=128, E=257, dropped=1.0),
+        dict(M=2000, N=1024, K=256, E=256, spread="even"), dict(M=1, N=128, K=7168, E=3),
+    ],
+)  # fmt: skip
+def test_few_rows_an_expert(name, rows, case):
+    """The kernel that streams weights (_gluon_slim), which random candidates seldom are."""
+    op = OPS[name]
+    args = op.inputs(**case, device="cuda")
+    expected = op.reference(**args)
+    for stages, per_sm in ((5, 2), (4, 2), (3, 3), (9, 1)):
+        config = dict(
+            kernel="gluon", BLOCK_M=rows, BLOCK_N=128, GROUP_M=1, STAGES=stages, PER_SM=per_sm, num_warps=4
+        )  # fmt: skip
+        bound = op.bind(**args)
+        if op.is_legal(config, bound, of(torch.device("cuda"))):
+            out = op.launch(**args, config=config)
+            assert rel_error(out, expected) < 4e-3
+            assert torch.equal(out, op.launch(**args, config=config))
