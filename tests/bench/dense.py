@@ -10,6 +10,8 @@ order, and the clock is written down. Everything is captured before anything is 
 import argparse
 import csv
 import datetime
+import json
+import os
 import random
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ from turns import capture, copies_needed
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.check import rel_error
+from fpk.device import of
 from fpk.op import OPS
 from fpk.shapes import LINEAR_LAYERS
 
@@ -43,7 +46,9 @@ def prepare(product: str, layer: str, m: int, fast: bool, options) -> dict[str, 
     some = torch.linspace(0, m - 1, min(m, ROWS), device="cuda").long()
     part = sets[0] | {x: sets[0][x][some] for x in ("a", "scale_a") if sets[0][x].shape[0] == m}
     expected = op.reference(**part)
+    named = {w: c for w, c in options.configs.items() if op.is_legal(c, bound, of(torch.device("cuda")))}
     calls = {"fpk": lambda s: op(**s)}
+    calls |= {who: lambda s, config=config: op.launch(**s, config=config) for who, config in named.items()}
     if product != "int8_token":
         calls["torch"] = lambda s: op.baselines["torch"](**s)
     calls |= more_peers(options, product, size, fast)
@@ -56,7 +61,7 @@ def prepare(product: str, layer: str, m: int, fast: bool, options) -> dict[str, 
             print(f"{product} {layer} M={m} {who}: {type(problem).__name__}: {problem}"[:200], flush=True)
     return dict(
         row=dict(product=product, layer=layer, M=m, N=n, K=k, fast_accum=int(fast)), graphs=graphs, calls=len(sets),
-        errors=errors, cost=op.cost(**bound), config=op.config_for(**sets[0]), sets=sets,
+        errors=errors, cost=op.cost(**bound), configs={"fpk": op.config_for(**sets[0])} | named, sets=sets,
     )  # fmt: skip
 
 
@@ -94,7 +99,9 @@ def blocks(prepared: dict, block_ms: float, settle_ms: float, rounds: int, rng: 
 def clocks() -> Iterator[list[tuple[float, int]]]:
     """(time, MHz) of the SMs while the block runs; filled when it ends. Empty without nvidia-smi."""
     samples: list[tuple[float, int]] = []
-    command = ["nvidia-smi", "--query-gpu=timestamp,clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    query = ["--query-gpu=timestamp,clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
+    command = ["nvidia-smi", f"--id={gpu}", *query]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     except OSError:
@@ -114,16 +121,18 @@ def clocks() -> Iterator[list[tuple[float, int]]]:
 
 
 def row_of(prepared: dict, found: dict, mhz: dict, options) -> dict[str, Any]:
-    cost, config, errors = prepared["cost"], prepared["config"], prepared["errors"]
+    """`us` is the fastest of the plain call (`default_us`) and of the named configs."""
+    cost, configs, errors = prepared["cost"], prepared["configs"], prepared["errors"]
     us = {who: statistics.mean(times) for who, times in found.items()}
-    rivals = {who: t for who, t in us.items() if who != "fpk"}
+    rivals = {who: t for who, t in us.items() if who not in configs}
     best = min(rivals, key=rivals.get, default="")
-    mine = us["fpk"]
+    own = min((who for who in us if who in configs), key=us.get)
+    mine = us[own]
     return prepared["row"] | dict(
-        us=round(mine, 2), default_us=round(mine, 2), peer_us=round(rivals[best], 2) if best else "",
+        us=round(mine, 2), default_us=round(us["fpk"], 2), peer_us=round(rivals[best], 2) if best else "",
         ratio=round(rivals[best] / mine, 3) if best else "", tflops=round(cost.flops / mine / 1e6, 1),
-        gb_per_s=round(cost.bytes / mine / 1e3), error=f"{errors['fpk']:.2e}",
-        peer_error=f"{errors[best]:.2e}" if best else "", tried=1, config=config, peer=best,
+        gb_per_s=round(cost.bytes / mine / 1e3), error=f"{errors[own]:.2e}",
+        peer_error=f"{errors[best]:.2e}" if best else "", tried=len(configs), config=configs[own], peer=best,
         peers=" ".join(f"{who}={t:.2f}" for who, t in rivals.items()),
         floor_us=round(cost.bytes / limits()[0] + limits()[1], 2),
         blocks=" ".join(f"{who}={'/'.join(f'{t:.2f}' for t in times)}" for who, times in found.items()),
@@ -144,6 +153,7 @@ def main(alone=nullcontext) -> int:
     parser.add_argument("--block-ms", type=float, default=60)
     parser.add_argument("--settle-ms", type=float, default=40)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--configs", type=json.loads, default={}, help="{name: config} to be timed too")
     options = parser.parse_args()
     ready = []
     for product in options.products:

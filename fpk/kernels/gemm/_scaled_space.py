@@ -56,10 +56,7 @@ def scaled_mm_configs(M: int, N: int, K: int, promoted: bool, int8: bool, sms: i
         found = cheapest(options, M, N, K, sms, wide)
         if M > 256 and not promoted:
             pairs = [paired("late", 128, 256, 4), paired("alternate", 128, 128, 6)]
-            pairs.sort(key=lambda c: paired_estimate(c, M, N, K, sms))
-            first = estimate(found[0], M, N, K, sms) * (wide if found[0]["BLOCK_N"] == 192 else 1)
-            ahead = paired_estimate(pairs[0], M, N, K, sms) < first
-            found = [*pairs, found[0]] if ahead else [found[0], *pairs]
+            found = [found[0], *sorted(pairs, key=lambda c: paired_estimate(c, M, N, K, sms))]
         yield from found
     if not promoted:
         yield from paired_space(M)
