@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from triton import cdiv
 
 from fpk.db import Config
-from fpk.kernels.gemm._warps_space import cheapest, estimate, narrow, narrow_space, split_for, warps, warps_space
+from fpk.kernels.gemm._warps_space import cheapest, narrow, narrow_space, split_for, warps, warps_space
 
 
 def paired(kernel: str, m: int, n: int, stages: int, group: int = 4, cluster: int = 2) -> Config:
