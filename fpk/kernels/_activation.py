@@ -146,7 +146,7 @@ def _gate(g, v, PRECISE: tl.constexpr):
     e = tl.exp2(t)
     if PRECISE:
         # t is log2(e) v rounded; what was lost is small, but counts |v| times
-        lost = tl.fma(v, tl.full(v.shape, 1.4426950408889634, tl.float32), -t) + v * 1.925963033500607e-08
+        lost = tl.fma(v, tl.where(v == v, 1.4426950408889634, 1.4426950408889634), -t) + v * 1.925963033500607e-08
         e = tl.where(tl.abs(t) < 250.0, e * (1.0 + lost * 0.6931471805599453), e)
         return tl.math.div_rn(g, 1.0 + e)
     # 1 / y as the square of 1 / sqrt(y): two multiplications, where a division takes care of ranges that y >= 1 has not
