@@ -191,6 +191,9 @@ def measured_tiles(R: int, E: int, K: int, size: int, sums: int, changing: bool)
         if 4096 < K * size <= 8192:
             yield Config(kernel="vector", BLOCK_N=4, BLOCK_K=512, DEPTH=4, num_warps=2)
         yield Config(kernel="vector", BLOCK_N=4, BLOCK_K=256, DEPTH=4, num_warps=1)
+    if sums == 1 and size == 1 and not changing and 512 < K <= 1024 and 16 <= rows <= 64:  # rows in order alone
+        m, stages = (32, 5) if rows <= 24 else (64, 4)
+        yield Config(kernel="gluon", BLOCK_M=m, BLOCK_N=128, GROUP_M=1, STAGES=stages, PER_SM=2, num_warps=4)
     if rows <= 8 and K * size <= 1024:
         yield tile(False, 16, 128, line, 4, 4)
     elif rows <= 8 and not changing:

@@ -81,7 +81,7 @@ def fits_stream(config: Config, device: Device, x: Tensor, top_k: int, w13: Tens
 def stream_configs(top_k: int, H: int, I: int) -> Iterator[Config]:
     first = boxes(top_k, H, I)
     for (box13, box2), (stages, registers) in itertools.chain(
-        [(first, (3, 80))],
+        [(first, (5, 128))],
         itertools.product(itertools.product((16, 32, 64), (16, 32, 64)), ((3, 80), (2, 80), (5, 128), (6, 128))),
     ):
         yield Config(

@@ -259,8 +259,9 @@ def cost(ids: Tensor, w13: Tensor, w2: Tensor, **_: Any) -> Cost:
 
 
 def tolerance(w2: Tensor, **_: Any) -> float:
-    # sums in another order move a row by a rounding, and an element of it now and then to the next code
-    return {2: 2e-2, 3: 1e-2}[FP8[w2.dtype].mantissa_bits]
+    # sums in another order move a row by a rounding, and an element of it now and then to the next code, a sixteenth to
+    # an eighth of itself (e4m3) away: up to 1e-2 of the result in layers of real sizes
+    return {2: 4e-2, 3: 2e-2}[FP8[w2.dtype].mantissa_bits]
 
 
 def inputs(
