@@ -10,10 +10,9 @@ from torch import Tensor
 from triton import cdiv
 
 from fpk.db import Config
-from fpk.device import Device
+from fpk.device import Device, triton_is
 from fpk.kernels._tile import after_previous
 from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
-from fpk.kernels.gemm._gluon_weight_cluster import CLUSTERS
 from fpk.kernels.gemm._gluon_weight_shares import weight_shares_kernel
 from fpk.kernels.gemm._launch import dependent
 from fpk.kernels.gemm._mm import fits_descriptors
@@ -106,7 +105,9 @@ def shares_fit(
         return False
     if cluster > 1:
         small = 16 * m < 128 * cluster or m > 64 or rows * turns > 2
-        if small or (cluster - 1) * cdiv(steps, cluster) >= steps or not CLUSTERS:
+        if (
+            small or (cluster - 1) * cdiv(steps, cluster) >= steps or not triton_is("3.6")
+        ):  # where clusters were seen to work
             return False
     ring = stages * turns * (rows * 64 * 128 + m * 256 + 16)
     sums = rows * (turns - 1) * (64 * m * 4 + 16) if cluster == 1 else 0
@@ -188,6 +189,8 @@ def shares_configs(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
             yield pair
         yield from (tall, wide, pair, shares(m, 1, 1, 4, 2, 2, 1, 0, 1), shares(m, 2, 1, 6, 1, 1, 1, 0, 4))
     elif M <= 256:
+        if N * K > 70_000_000 and M > 128:
+            yield shares(128, 2, 1, 4, 1, 1, cdiv(M, 128), 1, 1)
         yield shares(128, 2, 1, 4, 1, 1, cdiv(M, 128), 0, 1)
         yield shares(64, 2, 2, 3, 1, 1, cdiv(M, 64), 0, 1)
         yield shares(128, 2, 1, 4, 1, 1, cdiv(M, 128), 1, 1)
