@@ -105,9 +105,7 @@ def shares_fit(
         return False
     if cluster > 1:
         small = 16 * m < 128 * cluster or m > 64 or rows * turns > 2
-        if (
-            small or (cluster - 1) * cdiv(steps, cluster) >= steps or not triton_is("3.6")
-        ):  # where clusters were seen to work
+        if small or (cluster - 1) * cdiv(steps, cluster) >= steps or not triton_is("3.6"):  # seen to work there
             return False
     ring = stages * turns * (rows * 64 * 128 + m * 256 + 16)
     sums = rows * (turns - 1) * (64 * m * 4 + 16) if cluster == 1 else 0
