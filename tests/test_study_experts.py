@@ -54,6 +54,21 @@ def test_the_experts_sum_to_the_mlp(index):
     assert (0 if kind == "none" else 0.002) <= error < BOUNDS[kind], scheme
 
 
+def test_experts_are_made_where_the_mlp_lies():
+    """An MLP on another device than torch's default one, as a model on a GPU is."""
+    made = []
+
+    def make(layer):
+        method = METHODS[0](layer)
+        method.create_weights = lambda *args, **kwargs: made.append(torch.zeros(0).device.type)
+        method.process_weights_after_loading = lambda layer: None
+        return method
+
+    with pytest.raises(AttributeError, match="weight"):  # none was created
+        SplitMLP(MLP().to("meta"), make, experts=4)
+    assert made == ["meta"]
+
+
 def test_what_does_not_divide():
     with pytest.raises(ValueError, match="expected a divisor of 256, got 3"):
         SplitMLP(MLP(), METHODS[0], experts=3)

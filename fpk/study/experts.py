@@ -94,9 +94,10 @@ class SplitMLP(nn.Module):
         if inter % experts:
             raise ValueError(f"SplitMLP.experts: expected a divisor of {inter}, got {experts}")
         size = inter // experts
-        self.layer = methods.RoutedExperts(MoEConfig(experts, experts, hidden, size), prefix="experts")
-        self.layer.quant_method = self.method = make(self.layer)
-        self.method.create_weights(self.layer, experts, hidden, size, gate.dtype)
+        with gate.device:
+            self.layer = methods.RoutedExperts(MoEConfig(experts, experts, hidden, size), prefix="experts")
+            self.layer.quant_method = self.method = make(self.layer)
+            self.method.create_weights(self.layer, experts, hidden, size, gate.dtype)
         for e in range(experts):
             rows = slice(e * size, (e + 1) * size)
             for shard, matrix in (("w1", gate[rows]), ("w3", up[rows]), ("w2", down[:, rows])):
