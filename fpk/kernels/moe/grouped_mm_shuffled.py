@@ -210,7 +210,7 @@ def _defaults(R: int, E: int, units_n: int, sms: int):
                 fields[0] = 8
             _, _, height, _, _, per_sm = fields
             if few or min(E, R) * units_n < 3 * per_sm * sms * height:
-                yield _warps(*fields, True)
+                yield _warps(1 << (fields[0].bit_length() - 1), *fields[1:], True)
             yield _warps(*fields, False)
             return
 
@@ -239,17 +239,20 @@ def registers(config: Config) -> dict[str, int]:
 
 
 def legal(
-    config: Config, device: Device, a: Tensor, packed: Tensor, row_scale: Tensor, format: str, activation: str, **_: Any
+    config: Config, device: Device, a: Tensor, packed: Tensor, row_scale: Tensor, format: str, out_dtype: torch.dtype,
+    **_: Any,
 ) -> bool:  # fmt: skip
     if config["kernel"] == "plain":
         return True
     if not AVAILABLE or not fits_row_descriptor(a) or packed.data_ptr() % 16:
         return False
-    if config["SPLIT"] and batch_must_not_matter():
-        return False
+    boxes = config["BLOCK_M"] // config["BOX"]
+    if config["SPLIT"] and (boxes & (boxes - 1) or batch_must_not_matter()):
+        return False  # parts of powers of two of boxes
     block, units, stages = config["BLOCK_M"], config["UNITS"], config["STAGES"]
     codes = config["ROWS"] * units * unit_lines(format) * LINE
-    held = (codes + block * units * COLUMNS * 2) * stages + 4096
+    turned = config["ROWS"] * ROWS * min(block, 32) * (5 if out_dtype is torch.float32 else 1)  # pieces of results
+    held = (codes + block * units * COLUMNS * 2) * stages + turned + 1024
     return held * config["PER_SM"] <= device.shared_limit
 
 
