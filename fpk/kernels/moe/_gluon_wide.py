@@ -219,7 +219,7 @@ def wide_legal(
     plain = a.dtype in FP8 and scale_a.dtype is torch.float32 and scale_b.dtype is torch.float32
     blocks = (group, block_rows, block_cols) == (128, 128, 128) and b.shape[1] % 8 == 0
     near = a.shape[0] * scale_a.stride(0) < 2**31  # offsets of their rows are int32
-    return plain and blocks and near and gluon_legal(dict(BLOCK_N=256) | dict(config), device, a, b, gather)
+    return plain and blocks and near and gluon_legal(dict(config) | dict(BLOCK_N=256), device, a, b, gather)
 
 
 def wide_configs() -> Iterator[Config]:

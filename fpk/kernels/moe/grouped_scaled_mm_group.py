@@ -11,7 +11,7 @@ With gather, row r of all this is row gather[r] // top_k of `a`, and of its scal
 
 Kernels: `tile`, K in steps that lie inside one group and one block; `descriptor`, the same with weights (and rows,
 unless gathered) by tensor descriptors (TMA); `segment`, steps of any length; `vector`, few rows (_vector);
-`gluon`, `wide` and `pairs`, for Hopper (_gluon_grouped, _gluon_wide, _gluon_pairs).
+`gluon` and `wide`, for Hopper (_gluon_grouped, _gluon_wide).
 
 Source: the FP8 experts of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -31,7 +31,6 @@ from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import after_previous, early_start
 from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, finish, load_k, stages_held, store_tile
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
-from fpk.kernels.moe._gluon_pairs import PAIRS_KERNEL, launch_pairs, pairs_configs, pairs_legal
 from fpk.kernels.moe._gluon_wide import WIDE_KERNEL, launch_wide, wide_configs, wide_legal
 from fpk.kernels.moe._grouped import (
     descriptor_tiles,
@@ -222,18 +221,16 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: 
     if rows >= 32:
         yield from gluon_configs(((128, 6), (128, 5)))
         yield from wide_configs()
-        yield from pairs_configs()
 
 
 def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int,
     block_rows: int, block_cols: int, out_dtype: torch.dtype, gather: Tensor | None, **_: Any,
 ) -> bool:  # fmt: skip
-    if config["kernel"] in ("wide", "pairs"):
-        fits = wide_legal if config["kernel"] == "wide" else pairs_legal
-        return a.shape[0] > 0 and out_dtype.itemsize == 2 and fits(
-            config, device, a=a, b=b, scale_a=scale_a, scale_b=scale_b, group=group, block_rows=block_rows,
-            block_cols=block_cols, gather=gather,
+    if config["kernel"] == "wide":
+        fits = a.shape[0] > 0 and out_dtype.itemsize == 2
+        return fits and wide_legal(
+            config, device, a, b, scale_a, scale_b, group, block_rows, block_cols, gather
         )  # fmt: skip
     if config["kernel"] == "gluon":
         blocks = group == 128 and block_cols == 128 and (block_rows < 0 or block_rows % config["BLOCK_N"] == 0)
@@ -320,7 +317,7 @@ def inputs(
         tile=Kernel(_grouped_kernel, matrix=True), segment=Kernel(_grouped_kernel, matrix=True),
         descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
         vector=VECTOR_KERNEL,
-        gluon=GLUON_KERNEL, wide=WIDE_KERNEL, pairs=PAIRS_KERNEL,
+        gluon=GLUON_KERNEL, wide=WIDE_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
 )  # fmt: skip
@@ -363,9 +360,8 @@ def grouped_scaled_mm_group(
             [*scale_a.stride(), *scale_b.stride()], expert_bins(E),
         )  # fmt: skip
         return out
-    if config["kernel"] in ("wide", "pairs"):
-        start = launch_wide if config["kernel"] == "wide" else launch_pairs
-        start(config, a, b, offs, scale_a, scale_b, bias, out, expert_bins(E))
+    if config["kernel"] == "wide":
+        launch_wide(config, a, b, offs, scale_a, scale_b, bias, out, expert_bins(E))
         return out
     if config["kernel"] == "vector":
         launch_vector(
