@@ -378,11 +378,10 @@ def grouped_mm_shuffled(
     Raises:
         ValueError: a format, shape, dtype or stride does not fit, or K is 0.
     """
-    (R, K), (E, N) = a.shape, row_scale.shape[:2]
+    (R, K), (E, N), act = a.shape, row_scale.shape[:2], None
     out = torch.empty((R, N if activation == "none" else N // 2), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
-    act = None
     if activation != "none":
         act = (*activation_parameters(activation, alpha, beta, limit), out_dtype is torch.float32)
     config, early = dict(config), early_start(of(a.device))
