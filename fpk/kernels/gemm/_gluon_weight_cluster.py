@@ -7,11 +7,8 @@ is PTX: shared memory of the program is named by bytes from its start, where the
 import functools
 from typing import Any
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-CLUSTERS = triton.__version__.startswith("3.6.")  # where this was seen to work
 
 
 @gluon.jit
