@@ -66,8 +66,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 """What laws draw from: the parameters of an activation by name."""
 FORMATS = ("mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2")
 WHAT = "grouped_mm_shuffled"
-LISTED = 256
-"""Experts at most that every program lists by itself, where it has registers left for that."""
+LISTED = 256  # experts at most that every program lists by itself, where it has registers left for that
 _ACT = ("FORMULA", "ALPHA", "BETA", "LIMIT", "PRECISE")
 
 
