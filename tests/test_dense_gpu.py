@@ -4,10 +4,13 @@ import functools
 
 import pytest
 import torch
-from op_laws import check_launch, make
+from op_laws import make
 
 import fpk.kernels  # noqa: F401  declares every op
+from fpk.check import assert_close
 from fpk.device import of
+from fpk.kernels.gemm._gluon_alternate import alternate_fits
+from fpk.kernels.gemm._gluon_late import late_fits
 from fpk.kernels.gemm._scaled_space import paired, paired_space
 from fpk.op import OPS
 
@@ -18,6 +21,17 @@ OP = OPS["scaled_mm"]
 
 def short(config):
     return "-".join(str(config[name]) for name in ("BLOCK_M", "BLOCK_N", "STAGES", "GROUP_M", "CLUSTER"))
+
+
+def check_launch(config, case):
+    """What the kernel can do, also where no config of it is legal yet (biases, zero points, other output types)."""
+    args = make(OP, PLAIN | case)
+    fits = {"late": late_fits, "alternate": alternate_fits}[config["kernel"]]
+    bound = OP.bind(**args)
+    if fits(config, of(args["a"].device), args["a"], args["b"], bound["out_dtype"]):
+        assert_close(OP.launch(**args, config=config), OP.reference(**args), OP.tolerance(bound), f"{config} {case}")
+        return 1
+    return 0
 
 
 LATE, TURNS = (functools.partial(paired, kernel) for kernel in ("late", "alternate"))
@@ -37,8 +51,7 @@ CASES = [
 
 @pytest.mark.parametrize("config", [TURNS(128, 128, 6), TURNS(128, 128, 2, 1, 1), TURNS(64, 256, 3, 2)], ids=short)
 def test_consumers_that_take_turns_at_tiles(config):
-    for case in CASES:
-        check_launch(OP, config, PLAIN | case)
+    assert sum(check_launch(config, case) for case in CASES) >= 5
 
 
 @pytest.mark.parametrize(
@@ -47,8 +60,7 @@ def test_consumers_that_take_turns_at_tiles(config):
     ids=short,
 )  # fmt: skip
 def test_results_that_leave_late(config):
-    for case in CASES:
-        check_launch(OP, config, PLAIN | case)
+    assert sum(check_launch(config, case) for case in CASES) >= 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)

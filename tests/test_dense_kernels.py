@@ -189,8 +189,8 @@ def test_programs_in_pairs(monkeypatch):
         assert not legal("scaled_mm", config, arch="sm100", fast_accum=True)
         assert not legal("scaled_mm", config, fast_accum=True, N=500)
         assert not legal("scaled_mm", config | dict(STAGES=7), fast_accum=True)
-    assert not legal("scaled_mm", late, fast_accum=True, out_dtype=torch.float32)  # rounded tiles wait in registers
-    assert legal("scaled_mm", paired("alternate", 128, 128, 5), fast_accum=True, out_dtype=torch.float32)
+        assert not legal("scaled_mm", config, fast_accum=True, out_dtype=torch.float32)
+        assert not legal("scaled_mm", config, fast_accum=True, bias=True)
     assert not legal("scaled_mm", late, fast_accum=True, K=384)  # a tile leaves during four steps
     assert not legal("scaled_mm", paired("alternate", 64, 256, 4), dtype=torch.int8)  # no such instruction
 

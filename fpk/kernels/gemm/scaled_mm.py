@@ -219,12 +219,15 @@ def configs(a: Tensor, b: Tensor, fast_accum: bool, **_: Any):
 
 
 def legal(
-    config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bool, **_: Any
-) -> bool:
-    if config["kernel"] == "alternate":
-        return (fast_accum or a.dtype is torch.int8) and alternate_fits(config, device, a, b, out_dtype)
-    if config["kernel"] == "late":
-        return (fast_accum or a.dtype is torch.int8) and late_fits(config, device, a, b, out_dtype)
+    config: Config, device: Device, a: Tensor, b: Tensor, bias: Tensor | None, zero_point_a: Tensor | None,
+    out_dtype: torch.dtype, fast_accum: bool, **_: Any,
+) -> bool:  # fmt: skip
+    if config["kernel"] in ("late", "alternate"):
+        if not (fast_accum or a.dtype is torch.int8) or out_dtype is not torch.bfloat16:
+            return False
+        if bias is not None or zero_point_a is not None:  # not seen on a GPU yet
+            return False
+        return {"late": late_fits, "alternate": alternate_fits}[config["kernel"]](config, device, a, b, out_dtype)
     if config["kernel"] == "warps":
         is_int8 = a.dtype is torch.int8
         if is_int8 and right_parts(consumer_tile(config)[1])[0] > 128:  # triton knows no such instruction
