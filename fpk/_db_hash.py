@@ -43,7 +43,10 @@ def _visit(fn: Callable[..., Any], seen: dict[str, str]) -> None:
         if isinstance(node, ast.FunctionDef) and body and _is_docstring(body[0]):
             node.body = body[1:] or [ast.Pass()]
     seen[name] = _spell(tree)
+    of_triton = fn.__globals__.get("OF_TRITON", ())
     for path, value in _captured(fn, tree):
+        if path in of_triton:  # says which triton this is, which a run tells apart in a column of its own
+            continue
         if isinstance(getattr(value, "fn", None), Callable):  # type: ignore[arg-type]
             if _ours(_function(value), fn):
                 _visit(_function(value), seen)

@@ -6,6 +6,7 @@ a GPU that is not there.
 
 import contextlib
 import functools
+import importlib.metadata
 import os
 import re
 from collections.abc import Iterator
@@ -124,6 +125,30 @@ def pretend(device: Device | str) -> Iterator[Device]:
         device = Device(arch=device, name="pretended", vendor=vendor, sm_count=132)
     with within(device=device):
         yield device
+
+
+_triton: ContextVar[str | None] = ContextVar("fpk_triton", default=None)
+
+
+@contextlib.contextmanager
+def pretend_triton(version: str) -> Iterator[None]:
+    """Answer `triton_is` with another version of triton inside the block: what a table's rows were measured with."""
+    token = _triton.set(version)
+    try:
+        yield
+    finally:
+        _triton.reset(token)
+
+
+@functools.cache
+def _installed(name: str) -> str:
+    return importlib.metadata.version(name)
+
+
+def triton_is(*minors: str) -> bool:
+    """Is triton one of these, as "3.6"? For kernels that lean on what one version of its compiler does."""
+    version = _triton.get() or _installed("triton")
+    return ".".join(version.split(".")[:2]) in minors
 
 
 def pretended() -> Device | None:

@@ -1,5 +1,6 @@
 """What must hold for every shipped row, checked without a GPU."""
 
+import contextlib
 import random
 import re
 from collections import defaultdict
@@ -8,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fpk import db
-from fpk.device import Device, pretend
+from fpk.device import Device, pretend, pretend_triton
 from fpk.op import OPS, Op
 from fpk.tune.arguments import outline
 from fpk.tune.worker import Worker
@@ -93,13 +94,16 @@ def _lint_block(op: Op[..., Any], block: list[db.Row], device: Device, runs: dic
             yield f"expected less than the default's {row.default_us} us by more than the noise, got {row.us} us"
         if row.shared_bytes > device.shared_limit:
             yield f"needs {row.shared_bytes} bytes of shared memory, {device.arch} has {device.shared_limit}"
-        yield from lint_config(op, row, device, known)
+        yield from lint_config(op, row, device, known, run.triton if run else "")
 
 
-def lint_config(op: Op[..., Any], row: db.Row, device: Device, known: dict[str, Any]) -> Iterator[str]:
+def lint_config(
+    op: Op[..., Any], row: db.Row, device: Device, known: dict[str, Any], triton: str = ""
+) -> Iterator[str]:
     """Can a call look this row up, and would it run? `case` gives the arguments, the op's own functions the answer.
 
-    known: arguments by case, filled here: rows of a key share theirs.
+    known: arguments by case, filled here: rows of a key share theirs. triton: the version it was measured with; some
+    kernels are legal on one version only, and look-ups elsewhere pass their rows over.
     """
     if row.case not in known:
         bound = outline(op, db.parse_case(row.case))
@@ -127,7 +131,7 @@ def lint_config(op: Op[..., Any], row: db.Row, device: Device, known: dict[str, 
         yield f"kernel {row.config.get('kernel')} is not for {device.arch}"
         return
     try:
-        with pretend(device):
+        with pretend(device), pretend_triton(triton) if triton else contextlib.nullcontext():
             legal, sound = op.is_legal(row.config, bound, device), op.is_sound(row.config, bound)
     except KeyError as error:
         yield f"expected every launch field, missing {error}"
@@ -141,7 +145,8 @@ def lint_config(op: Op[..., Any], row: db.Row, device: Device, known: dict[str, 
 def compile_shipped(source: db.Source, sample: int = 0, seed: int = 0) -> list[str]:
     """Cross-compile the distinct configs of a source for their GPUs (a seeded `sample` of them, 0: all); problems.
 
-    Each runs in a worker of its own kind: the caller may have imported triton for interpreting.
+    Those that are legal with another version of triton only are left out. Each runs in a worker of its own kind: the
+    caller may have imported triton for interpreting.
     """
     jobs: dict[tuple[str, str, str], db.Row] = {}
     for gpu in source.gpus():
@@ -158,6 +163,9 @@ def compile_shipped(source: db.Source, sample: int = 0, seed: int = 0) -> list[s
         with Worker("fpk.tune.executor:static_filter", options, {"TRITON_INTERPRET": None}) as worker:
             for where in (w for w in chosen if w[0] == gpu):
                 row = jobs[where]
+                with pretend(device_of(gpu)) as device:
+                    if not OPS[where[1]].is_legal(row.config, outline(OPS[where[1]], db.parse_case(row.case)), device):
+                        continue  # `lint` says whether it is with the version that measured it
                 reply = worker.call("compile", where[1], db.parse_case(row.case), row.config, limit_s=120)
                 if reply.status != "ok":
                     problems.append(f"{gpu}/{where[1]}: {_spell(row)}: {reply.status}: {reply.detail}")

@@ -20,9 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fpk.db import Config
-from fpk.device import Device
+from fpk.device import Device, triton_is
 from fpk.kernels.gemm._gluon import TYPES, descriptor, piece_columns, put_pieces
-from fpk.kernels.gemm._gluon_late import AVAILABLE
 from fpk.kernels.gemm._gluon_mm import _finish
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._multicast import fill, in_clusters, meet, place, release, tokens_of, wait_alone, weights_of
@@ -123,7 +122,7 @@ in_clusters(alternate_kernel)
 def alternate_fits(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Can the `alternate` kernel run this? The sum of a tile stays in a consumer's registers, one for all of K."""
     m, n, size = config["BLOCK_M"], config["BLOCK_N"], out_dtype.itemsize
-    if not AVAILABLE or not fits_descriptors(a, b) or b.shape[0] * size % 16 != 0 or m * n > 128 * 128:
+    if not triton_is("3.6") or not fits_descriptors(a, b) or b.shape[0] * size % 16 != 0 or m * n > 128 * 128:
         return False
     if a.dtype is torch.int8 and n > 128:  # triton knows no such instruction
         return False

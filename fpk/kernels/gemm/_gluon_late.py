@@ -25,12 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fpk.db import Config
-from fpk.device import Device
+from fpk.device import Device, triton_is
 from fpk.kernels.gemm._gluon import TYPES, barrier, descriptor, halves, tma_store
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._multicast import fill, in_clusters, meet, place, release, tokens_of, wait_alone, weights_of
 
-AVAILABLE = triton.__version__.startswith("3.6.")
 NAME = gl.constexpr("late_kernel")
 EARLY = gl.constexpr(4)  # steps of a tile during which the tile before leaves
 
@@ -220,7 +219,7 @@ in_clusters(late_kernel)
 def late_fits(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Can the `late` kernel run this? A tile's sum and the rounded tile before it stay in registers."""
     K, m, n = a.shape[1], config["BLOCK_M"], config["BLOCK_N"]
-    if not AVAILABLE or not fits_descriptors(a, b) or triton.cdiv(K, 128) < EARLY.value:
+    if not triton_is("3.6") or not fits_descriptors(a, b) or triton.cdiv(K, 128) < EARLY.value:
         return False
     if out_dtype.itemsize != 2 or b.shape[0] % 8 != 0 or m * n > 256 * 128:
         return False

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from fpk.kernels.gemm._gluon import TensorDescriptor, barrier
 
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+OF_TRITON = ("RENAMED",)  # no part of a kernel's hash
 
 
 def flat_descriptor(lines: Tensor, rows: int) -> TensorDescriptor:

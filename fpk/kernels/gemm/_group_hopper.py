@@ -14,7 +14,7 @@ from torch import Tensor
 from fpk.db import Config
 from fpk.device import Device
 from fpk.formats import FP8
-from fpk.kernels.gemm._cluster import AVAILABLE as CLUSTERS
+from fpk.kernels.gemm._cluster import available
 from fpk.kernels.gemm._gluon import consumer_tile, right_parts
 from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
 from fpk.kernels.gemm._gluon_joint import group_joint_kernel, launch_joint
@@ -89,7 +89,7 @@ def legal_on_hopper(
         rows, more = right_parts(consumer_tile(config)[0 if config["SWAP"] else 1])
         fits = warps_fit(config, device, a, b, out_dtype, 2 if more else 3)
     else:
-        fits = CLUSTERS and a.dtype in FP8 and fits_descriptors(a, b)
+        fits = available() and a.dtype in FP8 and fits_descriptors(a, b)
         fits = fits and _seen_right(config)
         if kernel == "pairs":
             whole = group == 128 and (block_cols < 0 or (block_cols == 128 and offset_k == 0))

@@ -11,6 +11,7 @@ ROWS = gl.constexpr(256)
 
 
 RENAMED = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "_reinterpret"))  # by triton 3.7 or later
+OF_TRITON = ("RENAMED",)  # no part of a kernel's hash
 
 
 @gluon.jit
