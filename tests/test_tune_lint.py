@@ -6,7 +6,7 @@ import pytest
 
 import fpk
 from fpk import db
-from fpk.device import Device, pretend
+from fpk.device import Device, pretend, pretend_triton
 from fpk.op import OPS
 from fpk.tune.arguments import key_of, outline
 from fpk.tune.lint import compile_shipped, device_of, kernel_hash, lint, stale, staleness
@@ -49,13 +49,14 @@ def test_look_ups_answer_with_shipped_rows():
     tables = db.Tables(SHIPPED)
     for gpu in tables.gpus():
         device = device_of(gpu)
+        runs = db.parse_runs(SHIPPED.read(gpu, "runs.csv"))
         for name in tables.ops(gpu):
             for row in tables.table(0, gpu, name).rows:
                 bound = outline(OPS[name], db.parse_case(row.case))
                 alone = db.Tables(
                     db.MemorySource({f"{gpu}/{name}.csv": db.dump_table([dataclasses.replace(row, rank=1)])})
                 )
-                with db.use(alone), pretend(device):
+                with db.use(alone), pretend(device), pretend_triton(runs[row.run].triton):
                     assert OPS[name]._choose(bound) == row.config, f"{name} {row.case} rank {row.rank}"
 
 

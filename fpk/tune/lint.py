@@ -149,6 +149,7 @@ def compile_shipped(source: db.Source, sample: int = 0, seed: int = 0) -> list[s
     caller may have imported triton for interpreting.
     """
     jobs: dict[tuple[str, str, str], db.Row] = {}
+    runs = {gpu: db.parse_runs(source.read(gpu, "runs.csv") or "") for gpu in source.gpus()}
     for gpu in source.gpus():
         for file in source.files(gpu):
             if file != "runs.csv":
@@ -163,13 +164,23 @@ def compile_shipped(source: db.Source, sample: int = 0, seed: int = 0) -> list[s
         with Worker("fpk.tune.executor:static_filter", options, {"TRITON_INTERPRET": None}) as worker:
             for where in (w for w in chosen if w[0] == gpu):
                 row = jobs[where]
-                with pretend(device_of(gpu)) as device:
-                    if not OPS[where[1]].is_legal(row.config, outline(OPS[where[1]], db.parse_case(row.case)), device):
-                        continue  # `lint` says whether it is with the version that measured it
+                if _of_another_triton(OPS[where[1]], row, device_of(gpu), runs[gpu]):
+                    continue
                 reply = worker.call("compile", where[1], db.parse_case(row.case), row.config, limit_s=120)
                 if reply.status != "ok":
                     problems.append(f"{gpu}/{where[1]}: {_spell(row)}: {reply.status}: {reply.detail}")
     return problems
+
+
+def _of_another_triton(op: Op[..., Any], row: db.Row, device: Device, runs: dict[str, db.Run]) -> bool:
+    """Does the version of triton that measured this row run it, and this one not?"""
+    if row.run not in runs:
+        return False
+    bound = outline(op, db.parse_case(row.case))
+    with pretend(device):
+        here = op.is_legal(row.config, bound, device)
+        with pretend_triton(runs[row.run].triton):
+            return not here and op.is_legal(row.config, bound, device)
 
 
 def _spell(row: db.Row) -> str:
