@@ -2,8 +2,9 @@
 
 Each group of four warps that multiplies has whole output tiles, every other one of its program's. While one finishes a
 tile (waits for the last product, scales, writes), the other one multiplies, so that the matrix unit does not wait. They
-hand the unit to one another by two barriers, `order`. Where K is short this is worth more than the larger tiles of
-`late`, which shares the rest: the ring, and weights that the programs of a cluster load for one another.
+hand the unit to one another by two barriers, `order`. On an H200 the larger tiles of `late`, which shares the rest (the
+ring, and weights that the programs of a cluster load for one another), were 11 to 25 % faster at every K tried: this
+kernel is a candidate, and no default.
 """
 
 import torch
