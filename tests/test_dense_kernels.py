@@ -1,15 +1,16 @@
 """Where the kernels written for Hopper are candidates, and what refuses them. Their results: test_ops on a GPU."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 
 import fpk.kernels  # noqa: F401  declares every op
-from fpk.device import pretend
-from fpk.kernels.gemm import _gluon_alternate, _gluon_late
+from fpk.device import pretend, pretend_triton
+from fpk.kernels.gemm._cluster import in_clusters
 from fpk.kernels.gemm._gluon import consumer_tile, piece_columns, right_parts
+from fpk.kernels.gemm._group_hopper import joint
 from fpk.kernels.gemm._scaled_space import paired
 from fpk.kernels.gemm._warps_space import cheapest, estimate, split_for, turns, warps, weight_warps
 from fpk.op import OPS
@@ -178,10 +179,14 @@ def test_defaults_fill_the_gpu(shape):
     assert estimate(first, M, N, K, device.sm_count) < estimate(square, M, N, K, device.sm_count)
 
 
-def test_programs_in_pairs(monkeypatch):
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    for module in (_gluon_alternate, _gluon_late):  # on whatever triton this runs
-        monkeypatch.setattr(module, "AVAILABLE", True, raising=False)
+@pytest.fixture
+def triton_3_6():
+    with pretend_triton("3.6.0"):
+        yield
+
+
+@pytest.mark.usefixtures("triton_3_6")
+def test_programs_in_pairs():
     late, turns_at_tiles = paired("late", 128, 256, 4), paired("alternate", 128, 128, 6)
     for config in (late, turns_at_tiles):
         assert legal("scaled_mm", config, fast_accum=True) and legal("scaled_mm", config, dtype=torch.int8)
@@ -193,6 +198,16 @@ def test_programs_in_pairs(monkeypatch):
         assert not legal("scaled_mm", config, fast_accum=True, bias=True)
     assert not legal("scaled_mm", late, fast_accum=True, K=384)  # a tile leaves during four steps
     assert not legal("scaled_mm", paired("alternate", 64, 256, 4), dtype=torch.int8)  # no such instruction
+
+
+@pytest.mark.parametrize(("version", "there"), [("3.6.0", True), ("3.7.0", False), ("3.9.1", False)])
+def test_what_one_version_of_triton_runs_is_nowhere_else(version, there):
+    weights = dict(kernel="shares", BLOCK_M=64, ROWS=1, TURNS=1, STAGES=4, PER_SM=1, HELD=2, COLUMNS=1, RENAMED=False)
+    with pretend_triton(version):
+        assert legal("scaled_mm", paired("late", 128, 256, 4), fast_accum=True) is there
+        assert legal("scaled_mm", paired("alternate", 128, 128, 6), fast_accum=True) is there
+        assert legal("scaled_mm_group", joint(64, 64, 10, 2), M=64, N=4096, K=7168) is there
+        assert legal("mm_weight_only", weights | dict(CLUSTER=2, num_warps=4), M=64, N=4096, K=4096) is there
 
 
 @pytest.mark.parametrize(
@@ -237,3 +252,23 @@ def test_rows_that_would_write_nothing_or_wait_for_ever_are_not_sound(name, kern
         bound = outline(op, dict(M=128, N=4096, K=4096))
         config = next(c for c in legal_candidates(op, bound, device) if c["kernel"] == kernel)
         assert op.is_sound(config, bound) and not op.is_sound(config | damage, bound)
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize("later", [False, True])
+def test_launches_in_clusters_keep_what_was_compiled(cluster, later):
+    """CLUSTER becomes the launch's cluster and nothing else changes; a check sees what was compiled and may stop it."""
+    out = SimpleNamespace(packed_metadata=(8, 1, 4096))
+    kernel = SimpleNamespace(
+        params=[SimpleNamespace(name="M"), SimpleNamespace(name="CLUSTER")],
+        _do_compile=lambda *_: SimpleNamespace(result=lambda: out) if later else out,
+    )
+    seen = []
+    assert in_clusters(kernel, seen.append)._do_compile("key", {}, 0, {(1,): cluster}) is out
+    assert out.packed_metadata == (8, cluster, 4096) and seen == [out]
+
+    def refuse(_):
+        raise RuntimeError("not where it should be")
+
+    with pytest.raises(RuntimeError, match="where it should be"):
+        in_clusters(kernel, refuse)._do_compile("key", {}, 0, {(1,): cluster})

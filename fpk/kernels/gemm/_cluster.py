@@ -7,6 +7,7 @@ bytes from its start: a kernel allocates its buffers in the order of falling siz
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from triton.experimental import gluon
@@ -265,10 +266,11 @@ def take_fours(at):
     ).to(gl.float32, bitcast=True)  # fmt: skip
 
 
-def in_clusters(kernel: Any) -> Any:
+def in_clusters(kernel: Any, check: Callable[[Any], None] | None = None) -> Any:
     """Make launches of a Gluon kernel clusters of CLUSTER programs, each of which is compiled as one by itself.
 
     What Triton calls num_ctas would make a program of them together; only its launch is wanted. A grid is of clusters.
+    check: raises where the compiled kernel is not as its inline assembly takes it to be.
     """
     index = next(i for i, p in enumerate(kernel.params) if p.name == "CLUSTER")
     compile_kernel = kernel._do_compile
@@ -276,9 +278,14 @@ def in_clusters(kernel: Any) -> Any:
     @functools.wraps(compile_kernel)
     def compiled(key: Any, signature: Any, device: Any, constexprs: Any, *rest: Any) -> Any:
         out = compile_kernel(key, signature, device, constexprs, *rest)
+        if hasattr(out, "result"):  # on its way, in another thread
+            out = out.result()
         if out is not None:
-            warps, _, shared = out.packed_metadata
-            out.packed_metadata = (warps, constexprs[(index,)], shared)
+            if check is not None:
+                check(out)
+            if constexprs[(index,)] > 1:  # other versions of triton, which have no clusters here, pack otherwise
+                warps, _, shared = out.packed_metadata
+                out.packed_metadata = (warps, constexprs[(index,)], shared)
         return out
 
     kernel._do_compile = compiled

@@ -22,10 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fpk.db import Config
 from fpk.device import Device, triton_is
+from fpk.kernels.gemm._cluster import in_clusters
 from fpk.kernels.gemm._gluon import TYPES, descriptor, piece_columns, put_pieces
 from fpk.kernels.gemm._gluon_mm import _finish
 from fpk.kernels.gemm._mm import fits_descriptors
-from fpk.kernels.gemm._multicast import fill, in_clusters, meet, place, release, tokens_of, wait_alone, weights_of
+from fpk.kernels.gemm._multicast import fill, meet, place, release, ring_at_start, tokens_of, wait_alone, weights_of
 
 NAME = gl.constexpr("alternate_kernel")
 
@@ -117,7 +118,7 @@ def alternate_kernel(
     )  # fmt: skip
 
 
-in_clusters(alternate_kernel)
+in_clusters(alternate_kernel, ring_at_start)
 
 
 def alternate_fits(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:

@@ -26,9 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fpk.db import Config
 from fpk.device import Device, triton_is
+from fpk.kernels.gemm._cluster import in_clusters
 from fpk.kernels.gemm._gluon import TYPES, barrier, descriptor, halves, tma_store
 from fpk.kernels.gemm._mm import fits_descriptors
-from fpk.kernels.gemm._multicast import fill, in_clusters, meet, place, release, tokens_of, wait_alone, weights_of
+from fpk.kernels.gemm._multicast import fill, meet, place, release, ring_at_start, tokens_of, wait_alone, weights_of
 
 NAME = gl.constexpr("late_kernel")
 EARLY = gl.constexpr(4)  # steps of a tile during which the tile before leaves
@@ -213,7 +214,7 @@ def late_kernel(
     )  # fmt: skip
 
 
-in_clusters(late_kernel)
+in_clusters(late_kernel, ring_at_start)
 
 
 def late_fits(config: Config, device: Device, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:

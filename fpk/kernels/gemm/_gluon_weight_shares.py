@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fpk.kernels.gemm._cluster import in_clusters
 from fpk.kernels.gemm._gluon import barrier, tma_load
-from fpk.kernels.gemm._gluon_weight_cluster import everybody, in_clusters
+from fpk.kernels.gemm._gluon_weight_cluster import everybody
 from fpk.kernels.gemm._gluon_weight_sums import finish, finish_in_cluster, give, in_a_row, take, two
 
 

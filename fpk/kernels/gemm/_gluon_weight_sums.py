@@ -4,8 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from fpk.kernels.gemm._cluster import memory_of, take_fours
 from fpk.kernels.gemm._gluon import barrier, tma_store
-from fpk.kernels.gemm._gluon_weight_cluster import both_groups, everybody, memory_of, put_fours, take_fours
+from fpk.kernels.gemm._gluon_weight_cluster import both_groups, everybody, put_fours
 
 
 @gluon.jit

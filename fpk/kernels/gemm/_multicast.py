@@ -1,9 +1,8 @@
 """Pieces of the Gluon kernels of scaled_mm in which the programs of a cluster load weights for one another (sm90).
 
-Triton 3.6 has neither multicast nor clusters of programs that are compiled each by itself: `in_clusters` sets the
-launch attribute on the compiled kernel, and loads to all programs and arrivals at their barriers are inline assembly.
-That wants addresses in shared memory. Ring and barriers are one allocation, which Triton puts at the start;
-`in_clusters` reads in the compiled text that it did. An arrival in another program's memory has the scope of its own
+Loads to all programs of a cluster (_cluster.in_clusters) and arrivals at their barriers are inline assembly, which
+wants addresses in shared memory. Ring and barriers are one allocation, which Triton puts at the start; `ring_at_start`
+reads in the compiled text that it did. An arrival in another program's memory has the scope of its own
 program, the default: with the cluster's scope each one would wait for all that the program has written.
 """
 
@@ -162,24 +161,10 @@ def fill(
         turn += 1
 
 
-def in_clusters(kernel: Any) -> None:
-    """Launch a kernel in clusters of CLUSTER programs, each of which is compiled as if it were alone; a grid is of
-    clusters. (What Triton calls num_ctas makes one program of them; only its launch is wanted.)"""
-    cluster = next(i for i, p in enumerate(kernel.params) if p.name == "CLUSTER")
-    plain = kernel._do_compile
-
-    def compile_for_clusters(key: Any, signature: Any, device: Any, constexprs: Any, *rest: Any) -> Any:
-        compiled = plain(key, signature, device, constexprs, *rest)
-        if hasattr(compiled, "result"):  # on its way, in another thread
-            compiled = compiled.result()
-        if compiled is not None:
-            pool = re.search(r"memdesc<(\d+)x8x128xi8", compiled.asm["ttgir"])
-            barrier = re.search(r"mbarrier\.init\S* \[(%r\d+)\]", compiled.asm["ptx"])
-            offset = barrier and re.search(rf"add\.s32 \t{barrier[1]}, %r\d+, (\d+);", compiled.asm["ptx"])
-            if not pool or not offset or int(offset[1]) != (int(pool[1]) - 1) * 1024:
-                raise RuntimeError(f"{kernel.__name__}: its ring does not begin where shared memory does")
-            warps, _, shared = compiled.packed_metadata
-            compiled.packed_metadata = (warps, constexprs[(cluster,)], shared)
-        return compiled
-
-    kernel._do_compile = compile_for_clusters
+def ring_at_start(compiled: Any) -> None:
+    """RuntimeError if Triton did not put the ring where shared memory begins: for `in_clusters`."""
+    pool = re.search(r"memdesc<(\d+)x8x128xi8", compiled.asm["ttgir"])
+    barrier = re.search(r"mbarrier\.init\S* \[(%r\d+)\]", compiled.asm["ptx"])
+    offset = barrier and re.search(rf"add\.s32 \t{barrier[1]}, %r\d+, (\d+);", compiled.asm["ptx"])
+    if not pool or not offset or int(offset[1]) != (int(pool[1]) - 1) * 1024:
+        raise RuntimeError(f"{compiled.metadata.name}: its ring does not begin where shared memory does")
