@@ -116,11 +116,16 @@ def verified(request):
     return found
 
 
-# aimed at: 8 / 20 and 5 / 12; 64 tokens of 2112 x 7168 cost 20.9 %, for no table has a row between 16 and 128 tokens
-@pytest.mark.parametrize("known_layer,median,worst", [(False, 8.0, 20.0), (True, 5.0, 21.0)])
+MISSED = "8 shapes, not 12; 64 tokens of 2112 x 7168 cost 20.9 %: no table has a row between 16 and 128 tokens"
+
+
+@pytest.mark.parametrize(
+    "known_layer,median,worst",
+    [(False, 8.0, 20.0), pytest.param(True, 5.0, 12.0, marks=pytest.mark.xfail(strict=True, reason=MISSED))],
+)
 def test_shipped_rows_answer_shapes_they_do_not_have(verified, known_layer, median, worst):
     regrets = sorted((regret, where) for known, regret, where in verified if known is known_layer)
-    assert len(regrets) >= 8
+    assert len(regrets) >= 12
     values = [regret for regret, _ in regrets]
     assert statistics.median(values) <= median, regrets[-8:]
     assert values[round(0.95 * (len(values) - 1))] <= worst, regrets[-8:]
