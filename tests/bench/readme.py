@@ -85,7 +85,7 @@ def products() -> str:
             [
                 product, accumulation, str(tokens), str(len(found)), ", ".join(sorted({r["peer"] for r in found})),
                 f"{geomean(ratios):.2f}", f"{min(ratios):.2f}", f"{geomean(shares):.2f}",
-                max((r["error"] for r in found), key=float),
+                max((r["error"] for r in found if r["error"]), key=float, default=""),
             ]
         )  # fmt: skip
     return table(

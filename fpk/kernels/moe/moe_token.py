@@ -45,7 +45,7 @@ from fpk.samples import generator, sample, scales
 from fpk.shapes import MOE_LAYERS
 
 
-def _coded(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def coded(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and scales of rows, as quantize_fp8_token and quantize_fp8_group give them."""
     fmt = FP8[dtype]
     if group > 0:
@@ -66,10 +66,10 @@ def reference(
 ) -> Tensor:  # fmt: skip
     local, here = experts_of(ids, expert_map, w13.shape[0])
     local, here = local[0], here[0]
-    codes, scale = (v.expand(ids.shape[1], -1) for v in _coded(x, group, w13.dtype))
+    codes, scale = (v.expand(ids.shape[1], -1) for v in coded(x, group, w13.dtype))
     hidden = products(codes, scale, w13, scale13, None, local, group, block_rows).to(out_dtype)
     rows = activated(hidden, activation, True, False, alpha, beta, limit)
-    codes, scale = _coded(rows, group, w2.dtype)
+    codes, scale = coded(rows, group, w2.dtype)
     out = products(codes, scale, w2, scale2, None, local, group, block_rows).to(out_dtype).float()
     total = torch.zeros((1, w2.shape[1]), dtype=torch.float32, device=x.device)
     for j in range(ids.shape[1]):
@@ -259,9 +259,12 @@ def cost(ids: Tensor, w13: Tensor, w2: Tensor, **_: Any) -> Cost:
 
 
 def tolerance(w2: Tensor, **_: Any) -> float:
-    # sums in another order move a row by a rounding, and an element of it now and then to the next code, a sixteenth to
-    # an eighth of itself (e4m3) away: up to 1e-2 of the result in layers of real sizes
-    return {2: 4e-2, 3: 2e-2}[FP8[w2.dtype].mantissa_bits]
+    # tensor cores sum 128 FP8 products to about 5e-4 of a row, within what full accuracy promises. That moves gates and
+    # ups by a rounding of out_dtype, and with them now and then a code of the second product's operand to its
+    # neighbour, up to an eighth of itself (e4m3) away: 1e-2 of the result in layers of real sizes, on an H200 and in
+    # test_what_inexact_sums_may_move, which holds this factor of two. Without tensor cores sums are exact to fp32.
+    bits = FP8[w2.dtype].mantissa_bits
+    return {2: 2e-2, 3: 1e-2}[bits] * (2 if w2.is_cuda else 1)
 
 
 def inputs(
