@@ -108,7 +108,7 @@ def _quick_entry(required: list[str], optional: list[str], others: list[str], gr
     equal = "".join(f" and (was_{n} is {n} or was_{n} == {n})" for n in compared)
     read = [n for n in required if n != weight and not n.startswith(_NATURAL)]
     rest = [n for n in required if n != weight and n.startswith(_NATURAL)]
-    aligned = " | ".join(f"{n}.data_ptr()" for n in read) or "0"
+    aligned = f"({' | '.join(f'{n}.data_ptr()' for n in read) or '0'})"  # `&` binds tighter than `|`
     if rest:
         aligned = f"({aligned} if natural else {' | '.join(f'{n}.data_ptr()' for n in read + rest)})"
     quick = f"""

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from op_laws import ample
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -205,3 +206,35 @@ def test_the_memo_is_bounded(monkeypatch):
     for _ in range(20):
         op.look_up(*arguments())  # new addresses, the same key
     assert len(op._memo) <= 8
+
+
+class Counting(dict):
+    """A memo that counts what quick entries answered: they are asked for by subscript, full ones by `get`."""
+
+    hits = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.hits += 1
+        return found
+
+
+@pytest.mark.skipif(_dispatch.TensorGuards is None, reason="torch has no guards of tensors to import")
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_every_op_has_quick_entries(name, monkeypatch):
+    """The second call of the same arguments, aligned and without optional tensors, asks nothing but the quick entry."""
+    op = OPS[name]
+    for case in ample(op):
+        args = op.inputs(**case, device="cpu")
+        tensors = {n: v for n, v in args.items() if isinstance(v, torch.Tensor)}
+        required = {n for n in tensors if op.__signature__.parameters[n].annotation is torch.Tensor}
+        if required == set(tensors) and not any(v.data_ptr() % 16 or v.requires_grad for v in tensors.values()):
+            break
+    else:
+        pytest.fail("no case without optional tensors")
+    memo = Counting()
+    monkeypatch.setattr(op, "_memo", memo)
+    look_up = _dispatch.dispatcher(op)[0]
+    first = look_up(**args)
+    assert memo.hits == 0
+    assert look_up(**args) is first and memo.hits == 1
