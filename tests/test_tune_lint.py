@@ -137,3 +137,18 @@ def test_staleness_is_told():
     assert "kernel source 000000000000" in found[3]
     assert staleness(None, "", now) == "its run is unknown"
     assert staleness(run(triton="3.6.5"), run().source, now) == "", "a patch release is no reason"
+
+
+def test_a_call_gets_what_explain_says():
+    """What a call takes from a single table is put together in a shorter way than answers with their words."""
+    tables, asked = db.Tables(SHIPPED), 0
+    for gpu in tables.gpus():
+        for name in tables.ops(gpu):
+            keys = {tuple(sorted(row.key.items(), key=str)): row.key for row in tables.table(0, gpu, name).rows}
+            for key in keys.values():
+                for m, n, k in ((1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 0.5), (0.25, 1, 2), (40, 40, 40)):
+                    other = key | {s: max(int(key[s] * f), 1) for s, f in zip("MNK", (m, n, k), strict=True)}
+                    expected = [answer.row.config for answer in tables.answers(name, other, device_of(gpu))]
+                    assert tables.candidates(name, other, device_of(gpu)) == expected, (name, other)
+                    asked += bool(expected)
+    assert asked > 500
