@@ -78,10 +78,12 @@ def _produce(
 @gluon.jit
 def _right(tiles, at, W: gl.constexpr):
     """The activations of W rows from a box on, as the right operand."""
-    first = tiles.index(at)
-    if RENAMED:
-        view = first.reinterpret(first.dtype, [W, 64], first.layout)
+    BOX: gl.constexpr = tiles.shape[1]
+    if RENAMED:  # no view may be larger than what it is one of: the box is named as one of W rows
+        views = tiles.reinterpret(tiles.dtype, [tiles.shape[0] * BOX // W, W, 64], tiles.layout)
+        view = views.index(at * BOX // W)
     else:
+        first = tiles.index(at)
         view = first._reinterpret(first.dtype, [W, 64], first.layout)
     return view.permute((1, 0))
 

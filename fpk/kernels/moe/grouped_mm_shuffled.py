@@ -29,7 +29,7 @@ from fpk.check import (
     expect_shape,
 )
 from fpk.db import Config, bucket
-from fpk.device import Device, of
+from fpk.device import Device, of, triton_is
 from fpk.formats import decode
 from fpk.kernels._activation import activate, activated, activation_parameters, expect_activation
 from fpk.kernels._tile import after_previous, early_start
@@ -208,9 +208,12 @@ def _defaults(R: int, E: int, units_n: int, sms: int):
             if few:
                 fields[0] = 8
             _, _, height, _, _, per_sm = fields
+            even = 1 << (fields[0].bit_length() - 1)
             if few or min(E, R) * units_n < 3 * per_sm * sms * height:
-                yield _warps(1 << (fields[0].bit_length() - 1), *fields[1:], True)
+                yield _warps(even, *fields[1:], True)
             yield _warps(*fields, False)
+            if fields[0] != even:  # for versions of triton whose views cannot begin at any box
+                yield _warps(even, *fields[1:], False)
             return
 
 
@@ -246,8 +249,10 @@ def legal(
     if not AVAILABLE or not fits_row_descriptor(a) or packed.data_ptr() % 16:
         return False
     boxes = config["BLOCK_M"] // config["BOX"]
-    if config["SPLIT"] and (boxes & (boxes - 1) or batch_must_not_matter()):
-        return False  # parts of powers of two of boxes
+    if boxes & (boxes - 1) and (config["SPLIT"] or not triton_is("3.6")):
+        return False  # parts, and views of triton 3.9, are of powers of two of boxes
+    if config["SPLIT"] and batch_must_not_matter():
+        return False
     block, units, stages = config["BLOCK_M"], config["UNITS"], config["STAGES"]
     codes = config["ROWS"] * units * unit_lines(format) * LINE
     turned = config["ROWS"] * ROWS * min(block, 32) * (5 if out_dtype is torch.float32 else 1)  # pieces of results
