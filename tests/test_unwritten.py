@@ -28,6 +28,7 @@ GOOD = {
         "UMOV UR18, 0x1", "UMOV UR6, 0x1", "UMOV UR7, 0x1", "UMOV UR39, 0x1",
         "UTCHMMA tmem[UR18], gdesc[UR6], tmem[UR18], tmem[UR18], idesc[UR39], UP0", "EXIT",
     ),
+    "who was elected": ("ELECT P0, UR62, PT", "MOV R8, UR62", "ELECT P1, URZ, PT", "EXIT"),
     "what only a computed jump leads to": (
         "UMOV UR4, 0x1", "BRX R2 -0x10", "UMOV UR5, 0x2", "BRA 0x50", "UMOV UR6, UR4", "UMOV UR7, UR5", "EXIT",
     ),

@@ -65,7 +65,8 @@ def _effects(line: str) -> tuple[frozenset[str], list[str]]:
     operands = [o.strip() for o in rest.split(",")]
     writes: list[str] = []
     reads: list[str] = []
-    result = 1 if name == "R2UR" and re.fullmatch(r"P\w", operands[0]) else 0  # whether all threads agree comes first
+    # whether all threads agree, or this one was chosen, comes first
+    result = 1 if name in ("R2UR", "ELECT") and re.fullmatch(r"U?P\w", operands[0]) else 0
     for place, operand in enumerate(operands):
         for kind, register in REGISTER.findall(operand):
             number = int(register[2:])
