@@ -2,27 +2,65 @@
 
 import ast
 import builtins
+import dis
 import hashlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 
-def source_hash(kernels: Iterable[Any]) -> str:
-    """12 hex digits over the syntax of jitted functions, of the jitted functions they call, and captured constants."""
-    seen: dict[str, str] = {}
+def source_hash(kernels: Iterable[Any], by_name: bool = False) -> str:
+    """12 hex digits over the syntax of jitted functions, of the jitted functions they call, and captured constants.
+
+    by_name: of functions with one name, take the first only, as the hashes did that old runs recorded.
+    """
+    seen: dict[Any, list[str]] = {}
     for kernel in kernels:
-        _visit(_function(kernel), seen)
-    text = "\n".join(f"{name} {tree}" for name, tree in sorted(seen.items()))
+        _visit(_function(kernel), seen, by_name)
+    text = "\n".join(sorted(line for lines in seen.values() for line in lines))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def jitted_by(function: Callable[..., Any]) -> list[Any]:
-    """The jitted functions that a launcher names: helpers of an op that are no kernel of its own choice."""
+    """The jitted functions that a launcher names, for the hashes of old runs."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     return [value for _, value in _captured(function, tree) if isinstance(getattr(value, "fn", None), Callable)]  # type: ignore[arg-type]
+
+
+def launched_by(function: Callable[..., Any]) -> list[Any]:
+    """The jitted functions that a launcher or a plain function of its package that it calls may launch."""
+    seen: set[Any] = set()
+    found: list[Any] = []
+    waiting = [function]
+    while waiting:
+        for value in _globals_of(waiting.pop()):
+            jitted = isinstance(getattr(value, "fn", None), Callable)  # type: ignore[arg-type]
+            target: Any = _function(value) if jitted else inspect.unwrap(value) if callable(value) else None
+            if isinstance(target, FunctionType) and target not in seen and _ours(target, function):
+                seen.add(target)
+                found += [value] if jitted else []
+                waiting += [] if jitted else [target]
+    return found
+
+
+def _globals_of(function: Any) -> Iterator[Any]:
+    """Globals and closure variables that a plain function's body reads, `module.attribute` resolved."""
+    codes = [function.__code__]
+    cells = zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=False)
+    scope = {"LOAD_GLOBAL": function.__globals__, "LOAD_DEREF": dict(cells)}
+    while codes:
+        code = codes.pop()
+        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+        owner: Any = None
+        for step in dis.get_instructions(code):
+            value = getattr(owner, str(step.argval), None) if isinstance(owner, ModuleType) else None
+            if step.opname in scope:
+                value = scope[step.opname].get(step.argval)
+            owner = value
+            if value is not None and not isinstance(value, ModuleType):
+                yield value
 
 
 def _function(kernel: Any) -> Callable[..., Any]:
@@ -32,9 +70,9 @@ def _function(kernel: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _visit(fn: Callable[..., Any], seen: dict[str, str]) -> None:
+def _visit(fn: Callable[..., Any], seen: dict[Any, list[str]], by_name: bool) -> None:
     name = fn.__qualname__
-    if name in seen:
+    if (key := name if by_name else fn) in seen:
         return
     tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
     assert isinstance(tree, ast.FunctionDef)
@@ -42,18 +80,20 @@ def _visit(fn: Callable[..., Any], seen: dict[str, str]) -> None:
         body = getattr(node, "body", None)
         if isinstance(node, ast.FunctionDef) and body and _is_docstring(body[0]):
             node.body = body[1:] or [ast.Pass()]
-    seen[name] = _spell(tree)
+    seen[key] = lines = [f"{name} {_spell(tree)}"]
+    constants: dict[str, Any] = {}
     of_triton = fn.__globals__.get("OF_TRITON", ())
     for path, value in _captured(fn, tree):
         if path in of_triton:  # says which triton this is, which a run tells apart in a column of its own
             continue
         if isinstance(getattr(value, "fn", None), Callable):  # type: ignore[arg-type]
             if _ours(_function(value), fn):
-                _visit(_function(value), seen)
+                _visit(_function(value), seen, by_name)
         elif isinstance(value, (bool, int, float, str, tuple, type(None))):
-            seen[f"{name}:{path}"] = repr(value)
+            constants[path] = value
         elif type(value).__name__ == "constexpr":
-            seen[f"{name}:{path}"] = repr(value.value)
+            constants[path] = value.value
+    lines += [f"{name}:{path} {value!r}" for path, value in constants.items()]
 
 
 def _spell(node: Any) -> str:

@@ -53,7 +53,7 @@ class Run:
     triton: str
     cuda: str
     driver: str
-    source: str  # `fpk._db_hash.source_hash` of the op's kernels
+    source: str  # hashes of the op's kernels by name (`fpk.tune.sources`)
     timer: str
     sm_clock_mhz: str
     memory_clock_mhz: str

@@ -191,11 +191,15 @@ def verify(
     import fpk.kernels  # noqa: F401
     from fpk import db
     from fpk.tune.lint import stale as stale_rows
+    from fpk.tune.lint import untried
 
     directory = where or db.packaged_directory()
-    found = stale_rows(db.DirectorySource(directory), {"torch": torch.__version__, "triton": triton.__version__})
+    source = db.DirectorySource(directory)
+    found = stale_rows(source, {"torch": torch.__version__, "triton": triton.__version__})
     for gpu, op, row, why in found if stale or not retime else []:
         _out.print(f"{gpu}/{op}: {_words(row.key)} rank {row.rank}: {why}", highlight=False, soft_wrap=True)
+    for gpu, op, run, kernels in untried(source) if stale or not retime else []:
+        _out.print(f"{gpu}/{op}: run {run} did not try {', '.join(kernels)}, which came later", highlight=False)
     _out.print(f"{directory}: {len(found)} stale rows")
     if retime and found:
         from fpk.tune.verify import retime as retime_rows

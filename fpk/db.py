@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from fpk._db_hash import jitted_by, source_hash
+from fpk._db_hash import jitted_by, launched_by, source_hash
 from fpk._db_lookup import Answer, Snapshot, Table, Tables, gpu_id, siblings
 from fpk._db_sources import DirectorySource, MemorySource, Source
 from fpk._db_table import (
@@ -60,6 +60,7 @@ __all__ = [
     "explain",
     "gpu_id",
     "jitted_by",
+    "launched_by",
     "merge_rows",
     "opened",
     "packaged_directory",

@@ -53,12 +53,14 @@ class Kernel:
     targets: architectures it is meant for (empty: every one), as in `Device.arch`.
     interpretable: whether Triton's interpreter can run it (Gluon and inline assembly: no).
     matrix: whether it must compile to matrix instructions.
+    named: whether a config may name it; one that no config names runs beside those, or in place of one.
     """
 
     fn: Any
     targets: tuple[str, ...] = ()
     interpretable: bool = True
     matrix: bool = False
+    named: bool = True
 
 
 def _always(**_: Any) -> bool:

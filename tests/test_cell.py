@@ -34,8 +34,6 @@ def tuned(monkeypatch):
     timer = FakeTimer(lambda config: 100.0 - config["num_warps"])
     monkeypatch.setattr(cell, "WallTimer", lambda: timer)
     monkeypatch.setattr(cell, "GraphTimer", lambda: timer)
-    monkeypatch.setattr(cell, "kernel_hash", lambda op: "hash")
-    monkeypatch.setattr("fpk.tune.records.kernel_hash", lambda op: "hash")
     return op, candidates
 
 

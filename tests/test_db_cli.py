@@ -10,7 +10,8 @@ import fpk
 from fpk import db
 from fpk.cli import app
 from fpk.tune.arguments import key_of
-from fpk.tune.lint import device_of, kernel_hash
+from fpk.tune.lint import device_of
+from fpk.tune.sources import sources_of
 from fpk.tune.trials import Trial, TrialStore, canonical
 
 GPU = "nv-h200-sm90-132"
@@ -29,7 +30,7 @@ def run(*arguments, code=0):
 def tables(tmp_path):
     """Written by `fpk tune finish` from a store with finals of one key."""
     store = TrialStore(tmp_path / "t.sqlite")
-    source = kernel_hash(fpk.OPS[OP])
+    source = sources_of(fpk.OPS[OP])
     record = db.Run(OP, GPU, "2026-01-01", "0.1", "2.11.0", "3.6.0", "13", "580", source, "graph", "1980", "", "700")
     store.add_run(record.run, {n: getattr(record, n) for n in record.__dataclass_fields__})
     key = canonical(key_of(fpk.OPS[OP], dict(M=64, K=4096), device_of(GPU)))

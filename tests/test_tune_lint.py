@@ -9,7 +9,8 @@ from fpk import db
 from fpk.device import Device, pretend, pretend_triton
 from fpk.op import OPS
 from fpk.tune.arguments import key_of, outline
-from fpk.tune.lint import compile_shipped, device_of, kernel_hash, lint, stale, staleness
+from fpk.tune.lint import compile_shipped, device_of, lint, stale, staleness
+from fpk.tune.sources import Sources, sources_of
 from fpk.tune.worker import Worker
 
 H200 = Device("sm90", "NVIDIA H200", "nv", 132)
@@ -22,7 +23,7 @@ SHIPPED = db.DirectorySource(db.packaged_directory())
 def run(**changes):
     fields = dict(
         op=OP, gpu=H200.id, date="2026-01-01", fpk="0.1", torch="2.11.0", triton="3.6.0", cuda="13.0", driver="580",
-        source=kernel_hash(fpk.OPS[OP]), timer="graph", sm_clock_mhz="1980", memory_clock_mhz="3201",
+        source=sources_of(fpk.OPS[OP]), timer="graph", sm_clock_mhz="1980", memory_clock_mhz="3201",
         power_limit_w="700",
     )  # fmt: skip
     return db.Run(**fields | changes)
@@ -135,8 +136,9 @@ def test_staleness_is_told():
     changed = run(source="000000000000")
     (found,) = stale(source(row(run=changed.run), runs=[changed]), now)
     assert "kernel source 000000000000" in found[3]
-    assert staleness(None, "", now) == "its run is unknown"
-    assert staleness(run(triton="3.6.5"), run().source, now) == "", "a patch release is no reason"
+    sources = Sources(fpk.OPS[OP])
+    assert staleness(None, CONFIG, sources, now) == "its run is unknown"
+    assert staleness(run(triton="3.6.5"), CONFIG, sources, now) == "", "a patch release is no reason"
 
 
 def test_a_call_gets_what_explain_says():

@@ -1,6 +1,7 @@
 """Tuning in the process that asks: for an op of a notebook cell, which no worker process could import."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,9 +14,9 @@ from fpk.device import of
 from fpk.op import Op
 from fpk.tune.arguments import legal_candidates
 from fpk.tune.executor import OpExecutor
-from fpk.tune.lint import kernel_hash
 from fpk.tune.records import run_of, winners
 from fpk.tune.run import frame
+from fpk.tune.sources import part
 from fpk.tune.timing import GraphTimer, WallTimer
 from fpk.tune.trials import Trial, canonical
 
@@ -71,7 +72,7 @@ def _tune_case(
     device = of(torch.device(executor.device))
     bound = op.bind(**op.inputs(**case, device=executor.device))
     common: dict[str, Any] = dict(
-        op=op.name, gpu=device.id, source=kernel_hash(op), key=canonical(op.key(**bound)), case=name, run=run.run
+        op=op.name, gpu=device.id, source=run.source, key=canonical(op.key(**bound)), case=name, run=run.run
     )
     candidates = legal_candidates(op, bound, device)[:budget]
     screened = [_screen(op, case, c, executor, common) for c in candidates]
@@ -104,4 +105,5 @@ def _trial(
 ) -> Trial:
     names = {f.name for f in dataclasses.fields(Trial)} - common.keys() - {"config", "stage", "status", "detail"}
     known = {n: v for n, v in values.items() if n in names} | {"samples": values.get("n")}
+    common = common | {"source": part(common["source"], json.loads(config))}
     return Trial(**common, config=config, stage=stage, status=status, detail=detail, **known)

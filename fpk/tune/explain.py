@@ -7,6 +7,7 @@ from fpk import db
 from fpk.device import Device, pretend
 from fpk.op import Op
 from fpk.tune.arguments import outline
+from fpk.tune.sources import gone
 
 
 @dataclass
@@ -28,9 +29,11 @@ def explain_case(op: Op[..., Any], case: dict[str, Any], device: Device, tables:
         lines = []
         for answer in tables.answers(op.name, key, device):
             row = answer.row
-            legal = op.is_legal(row.config, bound, device)
+            without = gone(op, row.config)
+            legal = not without and op.is_legal(row.config, bound, device)
             shape = " ".join(f"{n}={row.key[n]}" for n in db.SIZES if n in row.key)
-            verdict = "" if legal else ", not legal for these arguments"
+            why = f"kernel {without} is gone" if without else "not legal for these arguments"
+            verdict = "" if legal else f", {why}"
             lines.append(
                 f"{answer.level} ({answer.source}, {answer.gpu}, {shape}, distance {answer.distance:.2f}) "
                 f"rank {row.rank}: {row.us:g} us, default {row.default_us:g} us{verdict}"

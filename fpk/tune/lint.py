@@ -1,6 +1,7 @@
 """What must hold for every shipped row, checked without a GPU."""
 
 import contextlib
+import functools
 import random
 import re
 from collections import defaultdict
@@ -12,6 +13,7 @@ from fpk import db
 from fpk.device import Device, pretend, pretend_triton
 from fpk.op import OPS, Op
 from fpk.tune.arguments import outline
+from fpk.tune.sources import Sources, gone
 from fpk.tune.worker import Worker
 
 _ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<name>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm>\d+)(?:-(?P<mig>mig.+))?")
@@ -116,12 +118,12 @@ def lint_config(
     try:
         op.validate_config(row.config)
     except ValueError as error:
-        yield str(error)
+        yield f"{error}: a kernel that is gone, no look-up can use the row" if gone(op, row.config) else str(error)
         return
     gluon = getattr(op.kernel_of(row.config).fn, "is_gluon", None)
     launch = ["num_warps"] if gluon and gluon() else ["num_warps", "num_stages"]  # Gluon kernels pipeline by hand
     missing = set(launch) - row.config.keys()
-    if len(op.kernels) > 1 and "kernel" not in row.config:
+    if sum(kernel.named for kernel in op.kernels.values()) > 1 and "kernel" not in row.config:
         missing.add("kernel")
     if missing:
         yield f"expected every launch field, missing {', '.join(sorted(missing))}"
@@ -176,6 +178,8 @@ def _of_another_triton(op: Op[..., Any], row: db.Row, device: Device, runs: dict
     """Does the version of triton that measured this row run it, and this one not?"""
     if row.run not in runs:
         return False
+    if gone(op, row.config):
+        return False
     bound = outline(op, db.parse_case(row.case))
     with pretend(device):
         here = op.is_legal(row.config, bound, device)
@@ -188,12 +192,12 @@ def _spell(row: db.Row) -> str:
 
 
 def stale(source: db.Source, versions: dict[str, str]) -> list[tuple[str, str, db.Row, str]]:
-    """(gpu, op, row, why) of rows measured with other kernels or another minor version of torch or triton.
+    """(gpu, op, row, why) of rows whose own kernel was another one, or the minor version of torch or triton.
 
     versions: "triton" and "torch" of this process.
     """
     found = []
-    hashes = {name: kernel_hash(op) for name, op in OPS.items()}
+    sources = functools.cache(lambda name: Sources(OPS[name]))
     for gpu in source.gpus():
         runs = db.parse_runs(source.read(gpu, "runs.csv") or "")
         for file in source.files(gpu):
@@ -201,19 +205,18 @@ def stale(source: db.Source, versions: dict[str, str]) -> list[tuple[str, str, d
             if name not in OPS:
                 continue
             for row in db.parse_table(source.read(gpu, file) or ""):
-                why = staleness(runs.get(row.run), hashes[name], versions)
+                why = staleness(runs.get(row.run), row.config, sources(name), versions)
                 if why:
                     found.append((gpu, name, row, why))
     return found
 
 
-def staleness(run: db.Run | None, source_hash: str, versions: dict[str, str]) -> str:
-    """Why a row of this run may be out of date; "" if it is not."""
+def staleness(run: db.Run | None, config: db.Config, sources: Sources, versions: dict[str, str]) -> str:
+    """Why a row of this run and config may be out of date; "" if it is not."""
     if run is None:
         return "its run is unknown"
-    reasons = []
-    if run.source != source_hash:
-        reasons.append(f"kernel source {run.source}, now {source_hash}")
+    changed = sources.changed(run.source, config)
+    reasons = [changed] if changed else []
     for package in ("triton", "torch"):
         then, now = getattr(run, package), versions[package]
         if _minor(then) != _minor(now):
@@ -225,6 +228,11 @@ def _minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def kernel_hash(op: Op[..., Any]) -> str:
-    """Hash of the source of all kernels of an op and of the device functions they call."""
-    return db.source_hash([*(kernel.fn for kernel in op.kernels.values()), *db.jitted_by(op.launcher)])
+def untried(source: db.Source) -> list[tuple[str, str, str, list[str]]]:
+    """(gpu, op, run, kernels) of runs that kernels came after: rows stand, but those were never tried there."""
+    found = []
+    for gpu in source.gpus():
+        for run in db.parse_runs(source.read(gpu, "runs.csv") or "").values():
+            if run.op in OPS and (names := Sources(OPS[run.op]).untried(run.source, device_of(gpu).arch)):
+                found.append((gpu, run.op, run.run, names))
+    return found

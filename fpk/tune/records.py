@@ -14,7 +14,7 @@ import fpk
 from fpk import db
 from fpk.device import Device
 from fpk.op import Op
-from fpk.tune.lint import kernel_hash
+from fpk.tune.sources import covers, sources_of
 from fpk.tune.trials import Trial, TrialStore
 
 RANKS = 5
@@ -30,7 +30,7 @@ def run_of(op: Op[..., Any], device: Device, timer: str, clock_mhz: float | None
     return db.Run(
         op=op.name, gpu=db.gpu_id(device), date=datetime.date.today().isoformat(), fpk=fpk.__version__,
         torch=torch.__version__, triton=triton.__version__, cuda=cuda, driver=facts.get("driver", ""),
-        source=kernel_hash(op), timer=timer, sm_clock_mhz=_whole(facts.get("sm_clock_mhz") or clock_mhz),
+        source=sources_of(op), timer=timer, sm_clock_mhz=_whole(facts.get("sm_clock_mhz") or clock_mhz),
         memory_clock_mhz=_whole(facts.get("memory_clock_mhz")), power_limit_w=_whole(facts.get("power_limit_w")),
     )  # fmt: skip
 
@@ -136,21 +136,27 @@ def _row(trial: Trial, rank: int, default_us: float, noise: float) -> db.Row:
     )  # fmt: skip
 
 
-def rows_of(trials: Iterable[Trial]) -> dict[tuple[str, str], list[db.Row]]:
-    """Winner rows by (gpu, op) of every key that has final trials; of several runs of a key, the latest."""
+def rows_of(trials: Iterable[Trial], sources: Mapping[str, str]) -> dict[tuple[str, str], list[db.Row]]:
+    """Winner rows by (gpu, op) of every key that has final trials; of several runs of a key, the latest.
+
+    sources: what runs recorded, by run. The latest run's screening is completed by that of earlier ones, as far as they
+    found the kernels as it did: it did not try those candidates again.
+    """
     groups: dict[tuple[str, str, str], dict[str, list[Trial]]] = defaultdict(lambda: defaultdict(list))
-    screened: dict[tuple[str, str, str, str], list[Trial]] = defaultdict(list)
+    screened: dict[tuple[str, str, str], list[Trial]] = defaultdict(list)
     for trial in trials:
         if trial.stage == "final":
             groups[trial.gpu, trial.op, trial.key][trial.run].append(trial)
         elif trial.stage == "screen":
-            screened[trial.gpu, trial.op, trial.key, trial.run].append(trial)
+            screened[trial.gpu, trial.op, trial.key].append(trial)
     rows: dict[tuple[str, str], list[db.Row]] = defaultdict(list)
     for (gpu, op, key), by_run in sorted(groups.items()):
         latest = max(by_run.values(), key=lambda trials: (max(t.created for t in trials), trials[0].run))
         # the executor times the default first; a marker in `detail` keeps that through merges of stores
         default = next((t.config for t in latest if t.detail == "default"), "")
-        rows[gpu, op] += winners(latest, default, screened[gpu, op, key, latest[0].run])
+        run = latest[0].run
+        usable = [t for t in screened[gpu, op, key] if t.run == run or covers(sources[run], t.source)]
+        rows[gpu, op] += winners(latest, default, sorted(usable, key=lambda t: t.run == run))
     return rows
 
 
@@ -164,7 +170,7 @@ def texts_of(trials: Iterable[Trial], about: Mapping[str, Mapping[str, Any]]) ->
     texts = {}
     runs: dict[str, list[db.Run]] = defaultdict(list)
     known = {run: db.Run(**fields) for run, fields in about.items()}
-    for (gpu, op), rows in rows_of(trials).items():
+    for (gpu, op), rows in rows_of(trials, {run: of_run.source for run, of_run in known.items()}).items():
         if rows:
             texts[f"{gpu}/{op}.csv"] = db.dump_table(rows)
             runs[gpu] += [known[run] for run in sorted({row.run for row in rows})]

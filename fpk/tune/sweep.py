@@ -14,10 +14,10 @@ from fpk import db
 from fpk.device import Device
 from fpk.op import OPS, Op
 from fpk.tune.arguments import key_of, legal_candidates, outline
-from fpk.tune.lint import kernel_hash
 from fpk.tune.records import run_of
 from fpk.tune.replay import prior_of, sizes_of, times_of
 from fpk.tune.search import Config, Prior, Search
+from fpk.tune.sources import Sources, part
 from fpk.tune.trials import Trial, TrialStore, canonical
 from fpk.tune.worker import Reply, Worker, run_all
 
@@ -96,7 +96,8 @@ class CaseTuner:
         """Search and finals of one case; returns all its trials, those of earlier processes included."""
         options = self.options
         key = canonical(key_of(op, case, options.device))
-        same: dict[str, Any] = dict(op=op.name, gpu=db.gpu_id(options.device), source=kernel_hash(op), key=key)
+        same: dict[str, Any] = dict(op=op.name, gpu=db.gpu_id(options.device), key=key)
+        sources = Sources(op)
         if options.candidates is not None:
             candidates = options.candidates(op, case)
         else:
@@ -105,15 +106,15 @@ class CaseTuner:
             return []
         run = self.run(op)
         template = Trial(
-            **same, case=db.spell_case(case), config="", stage="screen", status="ok", run=run
+            **same, source=sources.text, case=db.spell_case(case), config="", stage="screen", status="ok", run=run
         )  # fmt: skip
         search = Search(
             candidates, self._seeds(op, key, candidates) if options.seeds else (), options.budget or len(candidates),
-            options.batch, prior=self._prior(same) if options.seeds else (), sizes=sizes_of(key),
+            options.batch, prior=self._prior(same, sources) if options.seeds else (), sizes=sizes_of(key),
             sm_count=options.device.sm_count,
         )  # fmt: skip
         # memory that somebody else had taken may be free now
-        tried = self.store.trials(**same, stage="screen")
+        tried = [t for t in self.store.trials(**same, stage="screen") if sources.stands(t.source)]
         known = {t.config: t for t in tried if "out of memory" not in t.detail}
         for config in candidates:
             reply = options.failures.get(binary_tag(op, case, config))
@@ -159,10 +160,10 @@ class CaseTuner:
         found = [numbers[text] for c in configs if (text := canonical(c)) in numbers]
         return list(dict.fromkeys(found))[:16]
 
-    def _prior(self, same: dict[str, Any]) -> list[Prior]:
+    def _prior(self, same: dict[str, Any], sources: Sources) -> list[Prior]:
         """Screening of the nearest shapes of this op, by the same kernels on the same kind of GPU."""
-        equal = {n: same[n] for n in ("op", "gpu", "source")}
-        times = times_of(self.store.trials(**equal, stage="screen"), same["op"])
+        screened = self.store.trials(op=same["op"], gpu=same["gpu"], stage="screen")
+        times = times_of([t for t in screened if sources.stands(t.source)], same["op"])
         times.pop(same["key"], None)
         return prior_of(times, same["key"]) if times else []
 
@@ -215,8 +216,8 @@ def _trial(
              "clock_mhz")  # fmt: skip
     found: dict[str, Any] = {n: values.get(n) for n in names}
     return dataclasses.replace(
-        template, config=canonical(config), stage=stage, status=status, samples=values.get("n"),
-        seconds=reply.seconds, detail=detail or reply.detail, **found,
+        template, source=part(template.source, config), config=canonical(config), stage=stage, status=status,
+        samples=values.get("n"), seconds=reply.seconds, detail=detail or reply.detail, **found,
     )  # fmt: skip
 
 

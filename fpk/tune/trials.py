@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS trials (
     spills INTEGER, compile_s REAL, seconds REAL, clock_mhz REAL, detail TEXT NOT NULL, run TEXT NOT NULL,
     created TEXT NOT NULL
 );
-CREATE INDEX IF NOT EXISTS trials_by_key ON trials (op, gpu, source, key, stage);
+CREATE INDEX IF NOT EXISTS trials_by_shape ON trials (op, gpu, key, stage);
 CREATE TABLE IF NOT EXISTS jobs (
     job_id TEXT PRIMARY KEY, sweep TEXT NOT NULL, op TEXT NOT NULL, "case" TEXT NOT NULL, state TEXT NOT NULL,
     position INTEGER NOT NULL, seconds REAL, options TEXT NOT NULL
@@ -44,7 +44,8 @@ CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, fields TEXT NOT NULL);
 class Trial:
     """One candidate at one key in one stage. `key` and `config` are canonical JSON; times in microseconds.
 
-    error: relative error against the reference. seconds: what the trial cost. source: kernel source hash.
+    error: relative error against the reference. seconds: what the trial cost. source: hashes of the kernels that
+    it rests on (`fpk.tune.sources`).
     """
 
     op: str

@@ -24,6 +24,7 @@ from fpk.kernels.gemm._gluon import barrier, tma_load
 from fpk.kernels.gemm._gluon_units import RENAMED, _decode, _opaque, _pieces, _unit
 from fpk.kernels.moe._expert_tiles import _boxes, _entry, _is_multiplied, _list, _parts, _put, _share
 
+OF_TRITON = ("RENAMED",)  # no part of a kernel's hash
 
 @gluon.jit
 def _produce(

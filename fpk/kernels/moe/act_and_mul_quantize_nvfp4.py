@@ -268,7 +268,7 @@ def inputs(
     ),
     kernels=dict(
         nvfp4=Kernel(_nvfp4_kernel), pairs=Kernel(_pairs_kernel, targets=PAIRS, interpretable=False),
-        amax=Kernel(_amax_kernel),
+        amax=Kernel(_amax_kernel, named=False),
     ),
     configs=configs, legal=legal, launcher_fields=("PROGRAMS",), key=key, cost=cost,
     cases=activation_cases() | {f"{name}/static": case for name, case in activation_cases(given=True).items()},

@@ -72,7 +72,7 @@ def inputs(*, M, K, E=0, x_dtype=torch.bfloat16, kind="normal", layout="contiguo
         M=(0, 1, 3, 8, 13), K=(1, 16, 33, 100, 257), E=(0, 1, 2), x_dtype=FLOAT_INPUTS, kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"), valid=(None, 0.0, 0.5, 1.0),
     ),
-    kernels=dict(partial=Kernel(partial_amax_kernel), flat=Kernel(flat_amax_kernel)),
+    kernels=dict(partial=Kernel(partial_amax_kernel), flat=Kernel(flat_amax_kernel, named=False)),
     configs=configs, launcher_fields=("PROGRAMS",), key=key, cost=cost, cases=activation_cases(),
 )  # fmt: skip
 def amax(x: Tensor, num_valid_tokens: Tensor | None = None, *, config: Config) -> Tensor:

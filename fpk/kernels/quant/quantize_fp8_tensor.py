@@ -162,8 +162,8 @@ def inputs(
         layout=("contiguous", "rows", "offset", "transposed"), valid=(None, 0.0, 0.5, 1.0),
     ),
     kernels=dict(
-        quantize=Kernel(_quantize_kernel), pairs=Kernel(_pairs_kernel), partial=Kernel(partial_amax_kernel),
-        flat=Kernel(flat_amax_kernel),
+        quantize=Kernel(_quantize_kernel), pairs=Kernel(_pairs_kernel),
+        partial=Kernel(partial_amax_kernel, named=False), flat=Kernel(flat_amax_kernel, named=False),
     ),
     configs=configs, legal=legal, launcher_fields=("PROGRAMS", "TILE", "BLOCK_M", "BLOCK_K"), key=key, cost=cost,
     cases=activation_cases(),

@@ -141,7 +141,7 @@ def inputs(
         M=(0, 1, 3, 8, 13), K=(1, 16, 33, 100, 257), E=(0, 1, 2), x_dtype=FLOAT_INPUTS, kind=KINDS,
         layout=("contiguous", "rows", "offset", "transposed"), valid=(None, 0.0, 0.5, 1.0),
     ),
-    kernels=dict(quantize=Kernel(_quantize_kernel), partial=Kernel(_partial_kernel)),
+    kernels=dict(quantize=Kernel(_quantize_kernel), partial=Kernel(_partial_kernel, named=False)),
     configs=configs, launcher_fields=("PROGRAMS",), key=key, cost=cost, cases=activation_cases(),
 )  # fmt: skip
 def quantize_int8_tensor_asymmetric(
