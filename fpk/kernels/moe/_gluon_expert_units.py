@@ -26,6 +26,7 @@ from fpk.kernels.moe._expert_tiles import _boxes, _entry, _is_multiplied, _list,
 
 OF_TRITON = ("RENAMED",)  # no part of a kernel's hash
 
+
 @gluon.jit
 def _produce(
     descs, buffers, table_ptr, work, M, E,
