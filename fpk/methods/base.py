@@ -108,13 +108,6 @@ class Linear(Holder):
         first = self.tp_rank == 0 or not is_row_sharded(self)  # a sum of ranks has the bias once
         return self.quant_method.apply(self, x, self.bias if first else None)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """A state of a processed layer, loaded into one that is not, makes it processed."""
-        state = {n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)}
-        if self.quant_method.is_processed(self, state):
-            self.quant_method.adopt(self, state)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """This rank's weight (N, K) as the layer multiplies by it."""
         return self.quant_method.dequantize(self, dtype)

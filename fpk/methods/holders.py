@@ -43,6 +43,14 @@ class Holder(nn.Module):
             else:
                 self.register_parameter(name, value)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """A state of a processed layer, loaded into one that is not, makes it processed."""
+        method = self.__dict__.get("quant_method")
+        state = {n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)}
+        if hasattr(method, "is_processed") and method.is_processed(self, state):  # type: ignore[union-attr]
+            method.adopt(self, state)  # type: ignore[union-attr]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Holder":
         attributes = {n: attributes_of(p) for n, p in self._parameters.items() if p is not None}
         fixed_buffers = [n for n, b in self._buffers.items() if getattr(b, "fixed_dtype", False)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpk.formats import E8M0
-from fpk.methods.parameter import Layout, ShardId, attributes_of, name_of
+from fpk.methods.parameter import Layout, ShardId, adopt, attributes_of, name_of
 
 _pre_processed: ContextVar[bool] = ContextVar("fpk_pre_processed_weights", default=False)
 
@@ -266,6 +266,21 @@ class Staging(Loading):
         """What has been loaded since `done`, in its form on disk; empty if nothing."""
         parameters = self.staged if self.processed else layer._parameters
         return {n: p.data for n, p in parameters.items() if n in self.forms and p is not None}
+
+    def is_processed(self, state: dict[str, Tensor]) -> bool:
+        """Is this the state of a processed layer, and this one is not? Only where the form on disk is another."""
+        if self.processed or not any(n in state for n in self.parts):
+            return False
+        forms = {n: (s, d) for n, (s, d, _) in self.forms.items()}
+        return any(n not in state or (state[n].shape, state[n].dtype) != form for n, form in forms.items())
+
+    def adopt(self, layer: nn.Module, state: dict[str, Tensor]) -> None:
+        """Make room for a processed layer's parameters; those that processing has deleted go."""
+        device = next(layer._parameters[n].device for n in self.parts)  # type: ignore[union-attr]
+        for name in self.forms.keys() - state.keys():
+            layer.register_parameter(name, None)
+        adopt(layer, {n: v for n, v in state.items() if n in self.forms}, device)
+        self.done()
 
     def done(self) -> None:
         """What has been loaded is processed."""

@@ -5,7 +5,7 @@ Nothing here computes: a method turns its parameters into `ExpertWeights` and th
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fpk.methods.base import ACTIVATIONS
 from fpk.methods.expert_weights import ExpertLayout, ExpertMatrix, Sizes, Unit, WriteExpert
 from fpk.methods.loading import Loader, Loading, Staging, are_pre_processed
 from fpk.methods.moe_config import activation_of, is_gated, is_interleaved, ranks_of
-from fpk.methods.parameter import name_of, register, replace
+from fpk.methods.parameter import name_of, register, set_parameter
 from fpk.op import OPS
 
 _made: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, ExpertWeights]]" = weakref.WeakKeyDictionary()
@@ -149,6 +149,13 @@ class FusedMoEMethod(ABC):
             data = torch.zeros(sizes.experts, sizes.rows(matrix), dtype=dtype)
             layout = ExpertMatrix(sizes, matrix, unit=None, once=matrix == "w2")
             add_expert_parameter(layer, f"{matrix}_bias", data, layout, **attributes)
+
+    def is_processed(self, layer: Any, state: dict[str, Tensor]) -> bool:
+        """Are these parameters processed, and the layer's are not?"""
+        return False
+
+    def adopt(self, layer: Any, state: dict[str, Tensor]) -> None:  # noqa: B027  as is_processed
+        """Make room for processed parameters of these shapes and dtypes, and take the layer for processed."""
 
     @abstractmethod
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -287,7 +294,22 @@ class SerializedMoEMethod(FusedMoEMethod):
     """What methods of quantized checkpoints share: parameters in the checkpoint's form, checked and converted once."""
 
     def make_loading(self, layer: Any) -> Loading:
+        layer.register_load_state_dict_post_hook(self._state_loaded)
         return Staging()
+
+    def _state_loaded(self, layer: Any, *_: Any) -> None:
+        if layer.loading.processed:
+            self.derive(layer, layer._parameters)
+            self.moved(layer)
+
+    def is_processed(self, layer: Any, state: dict[str, Tensor]) -> bool:
+        return bool(layer.loading.is_processed(state))
+
+    def adopt(self, layer: Any, state: dict[str, Tensor]) -> None:
+        layer.loading.adopt(layer, state)
+
+    def derive(self, layer: Any, parameters: Mapping[str, Tensor | None]) -> None:
+        """Set what `apply` reads and no state dict holds, from the processed parameters that it follows from."""
 
     def expect(
         self, layer: Any, name: str, data: Tensor, layout: ExpertLayout, attributes: dict[str, Any],
@@ -307,9 +329,12 @@ class SerializedMoEMethod(FusedMoEMethod):
                 staging.expect_whole(layer)
                 made = self.convert(layer, loaded)
                 loaded.clear()
+                self.derive(layer, made)
                 for name, tensor in self.stored(layer, made):
                     set_parameter(layer, name, tensor)
             self.finish_biases(layer)
+        else:
+            self.derive(layer, layer._parameters)
         staging.done()
         self.moved(layer)
 
@@ -353,25 +378,6 @@ def add_expert_parameter(layer: Any, name: str, data: Tensor, layout: ExpertLayo
     """Register a parameter that is loaded by the engine's `weight_loader` if there is one, else by `layout`."""
     load = attributes.pop("weight_loader", None) or WriteExpert(f"{name_of(layer)}.{name}", layout)
     return register(layer, name, data, weight_loader=Loader(layer, name, load), **attributes)
-
-
-def set_parameter(layer: Any, name: str, tensor: Tensor | None) -> None:
-    """Give a parameter its value in place where that fits; None deletes it."""
-    if tensor is None:
-        layer.register_parameter(name, None)
-    else:
-        replace(layer, name, tensor)
-
-
-def set_derived(layer: Any, name: str, tensor: Tensor | None) -> None:
-    """Keep what is computed from parameters on the layer as a buffer, in place where that fits; it is not saved."""
-    old = layer._buffers.get(name)
-    if old is not None and tensor is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
-        old.copy_(tensor)
-    else:
-        layer.register_buffer(name, tensor, persistent=False)
-        if tensor is not None:
-            tensor.fixed_dtype = True  # type: ignore[attr-defined]
 
 
 def add_codes(

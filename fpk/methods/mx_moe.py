@@ -17,8 +17,8 @@ from fpk.check import has_fp8_units
 from fpk.formats import E4M3FN, E8M0, FP8, MX_BLOCK, NVFP4_BLOCK, scheme_of
 from fpk.methods.expert_weights import ExpertMatrix, ExpertScalar, Sizes, Unit, expect_packable, unit_of
 from fpk.methods.fp8_moe import MATRICES, add_input_scales, input_scales, present, static_scale
-from fpk.methods.moe import ExpertWeights, SerializedMoEMethod, add_codes, set_derived
-from fpk.methods.parameter import MISSING, name_of
+from fpk.methods.moe import ExpertWeights, SerializedMoEMethod, add_codes
+from fpk.methods.parameter import MISSING, name_of, set_derived
 
 Spec = Mapping[str, Any]
 
@@ -267,20 +267,26 @@ class Nvfp4ExpertsMethod(PackedExpertsMethod):
                 self.expect(layer, f"{matrix}_{name}", data, one, attributes, MISSING, quant_method="tensor")
 
     def convert(self, layer: Any, loaded: dict[str, Tensor]) -> dict[str, Tensor | None]:
-        made, name, sizes = super().convert(layer, loaded), name_of(layer), layer.experts
+        made, name = super().convert(layer, loaded), name_of(layer)
         for matrix in MATRICES:
-            shards = present(f"{name}.{matrix}_{self.over_name}", loaded[f"{matrix}_{self.over_name}"])
-            rows = (1 / shards if self.divides else shards).view(sizes.experts, -1, 1)
+            for last in (self.over_name, *([self.input_name] if self.has_inputs else [])):
+                made[f"{matrix}_{last}"] = present(f"{name}.{matrix}_{last}", loaded[f"{matrix}_{last}"])
+        return made
+
+    def derive(self, layer: Any, parameters: Mapping[str, Tensor | None]) -> None:
+        sizes = layer.experts
+        for matrix in MATRICES:
+            rows = self._multiplier(parameters[f"{matrix}_{self.over_name}"]).view(sizes.experts, -1, 1)
             if matrix == "w13" and sizes.gated:
                 rows = rows.repeat(1, sizes.inter, 1) if sizes.interleaved else rows.repeat_interleave(sizes.inter, 1)
             set_derived(layer, f"{matrix}_global_scale", rows)
-            made[f"{matrix}_{self.over_name}"] = shards
             if self.has_inputs:
-                inputs = present(f"{name}.{matrix}_{self.input_name}", loaded[f"{matrix}_{self.input_name}"])
-                made[f"{matrix}_{self.input_name}"] = inputs
-                largest = (1 / inputs if self.divides else inputs).view(sizes.experts, -1).amax(1)
-                set_derived(layer, f"{matrix}_static_scale", largest.view(-1, 1, 1))
-        return made
+                inputs = self._multiplier(parameters[f"{matrix}_{self.input_name}"]).view(sizes.experts, -1)
+                set_derived(layer, f"{matrix}_static_scale", inputs.amax(1).view(-1, 1, 1))
+
+    def _multiplier(self, scale: Tensor | None) -> Tensor:
+        assert scale is not None
+        return 1 / scale if self.divides else scale.data
 
     def get_fused_moe_quant_config(self, layer: Any) -> ExpertWeights:
         w13, w2 = (self.weights(layer, matrix) for matrix in MATRICES)

@@ -20,7 +20,7 @@ from fpk.methods.loading import Loading, Streaming
 from fpk.methods.moe import ExpertWeights, FusedMoEMethod, add_expert_parameter
 from fpk.methods.online import expect_finite_scale
 from fpk.methods.parallel import reduce_max
-from fpk.methods.parameter import name_of, replace
+from fpk.methods.parameter import adopt, name_of, replace
 
 MATRICES = ("w13", "w2")
 
@@ -104,6 +104,13 @@ class OnlineMoEMethod(FusedMoEMethod):
         for name, tensor in made.items():
             replace(layer, name, tensor)
             layer._parameters[name].fixed_dtype = True
+        self.finish(layer)
+
+    def is_processed(self, layer: Any, state: dict[str, Tensor]) -> bool:
+        return layer.w13_weight.is_meta and "w13_weight" in state and state["w13_weight"].dtype not in FLOAT_INPUTS
+
+    def adopt(self, layer: Any, state: dict[str, Tensor]) -> None:
+        adopt(layer, {n: v for n, v in state.items() if not n.endswith("_bias")}, layer.loading.device)
         self.finish(layer)
 
     def finish(self, layer: Any) -> None:

@@ -313,3 +313,22 @@ def replace(layer: nn.Module, name: str, data: Tensor) -> None:
             )
         return
     register(layer, name, data, **(attributes_of(old) if old is not None else {}))
+
+
+def set_parameter(layer: Any, name: str, tensor: Tensor | None) -> None:
+    """Give a parameter its value in place where that fits; None deletes it."""
+    if tensor is None:
+        layer.register_parameter(name, None)
+    else:
+        replace(layer, name, tensor)
+
+
+def set_derived(layer: Any, name: str, tensor: Tensor | None) -> None:
+    """Keep what is computed from parameters on the layer as a buffer, in place where that fits; it is not saved."""
+    old = layer._buffers.get(name)
+    if old is not None and tensor is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+        old.copy_(tensor)
+    else:
+        layer.register_buffer(name, tensor, persistent=False)
+        if tensor is not None:
+            tensor.fixed_dtype = True  # type: ignore[attr-defined]

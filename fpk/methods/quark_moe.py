@@ -23,8 +23,8 @@ from fpk.methods.fp8_moe import (
     present,
     static_scale,
 )
-from fpk.methods.moe import ExpertWeights, SerializedMoEMethod, add_codes, set_derived
-from fpk.methods.parameter import MISSING, name_of
+from fpk.methods.moe import ExpertWeights, SerializedMoEMethod, add_codes
+from fpk.methods.parameter import MISSING, name_of, set_derived
 
 Spec = Mapping[str, Any]
 
@@ -132,10 +132,15 @@ class QuarkW8A8Int8MoEMethod(SerializedMoEMethod):
                 scale, zero = one_scale(codes, scale, zero, layer.experts), None
             made[f"{matrix}_weight"], made[f"{matrix}_weight_scale"] = codes, scale
             made[f"{matrix}_weight_zero_point"] = zero
-            set_derived(layer, f"{matrix}_zero_point", None if zero is None else _stacked(zero).to(torch.int32))
-            asymmetric = made[f"{matrix}_input_zero_point"] is not None
-            set_derived(layer, f"{matrix}_colsum", codes.sum(2, dtype=torch.int32) if asymmetric else None)
         return made
+
+    def derive(self, layer: Any, parameters: Mapping[str, Tensor | None]) -> None:
+        for matrix in MATRICES:
+            codes, zero = parameters[f"{matrix}_weight"], parameters[f"{matrix}_weight_zero_point"]
+            assert codes is not None
+            set_derived(layer, f"{matrix}_zero_point", None if zero is None else _stacked(zero.data).to(torch.int32))
+            asymmetric = parameters[f"{matrix}_input_zero_point"] is not None
+            set_derived(layer, f"{matrix}_colsum", codes.data.sum(2, dtype=torch.int32) if asymmetric else None)
 
     def inputs(self, layer: Any, matrix: str, loaded: dict[str, Tensor]) -> dict[str, Tensor | None]:
         """The static scale of all experts and its zero point, () or (E,); None for dynamic or symmetric ones."""
@@ -255,20 +260,25 @@ class QuarkW4A8Fp8MoEMethod(SerializedMoEMethod):
             layer.register_parameter(f"{matrix}_input_scale", None)
 
     def convert(self, layer: Any, loaded: dict[str, Tensor]) -> dict[str, Tensor | None]:
-        name, sizes = name_of(layer), layer.experts
-        made: dict[str, Tensor | None] = {}
-        scales = {n: present(f"{name}.{n}", loaded[n]) for n in loaded if "scale" in n}
-        made |= scales
+        made: dict[str, Tensor | None] = {
+            n: present(f"{name_of(layer)}.{n}", loaded[n]) for n in loaded if "scale" in n
+        }
         for matrix in MATRICES:
-            codes, rows = loaded[f"{matrix}_weight"], scales[f"{matrix}_weight_scale_2"]
-            shard = scales[f"{matrix}_weight_scale"].view(sizes.experts, -1)
+            codes = loaded[f"{matrix}_weight"]
+            made[f"{matrix}_weight"] = torch.stack([bytes_of(words, self.order) for words in codes])
+        return made
+
+    def derive(self, layer: Any, parameters: Mapping[str, Tensor | None]) -> None:
+        sizes = layer.experts
+        for matrix in MATRICES:
+            rows, shard = parameters[f"{matrix}_weight_scale_2"], parameters[f"{matrix}_weight_scale"]
+            assert rows is not None and shard is not None
+            shard = shard.data.view(sizes.experts, -1)
             if sizes.interleaved and matrix == "w13":
                 each = shard.repeat(1, sizes.inter)
             else:
                 each = shard.repeat_interleave(rows.shape[1] // shard.shape[1], 1)
-            set_derived(layer, f"{matrix}_scale", (rows * each).unsqueeze(-1))
-            made[f"{matrix}_weight"] = torch.stack([bytes_of(words, self.order) for words in codes])
-        return made  # type: ignore[return-value]
+            set_derived(layer, f"{matrix}_scale", (rows.data * each).unsqueeze(-1))
 
     def moved(self, layer: Any) -> None:
         layer.weight_only = not has_fp8_units(layer.w13_weight.device)

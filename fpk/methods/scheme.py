@@ -15,8 +15,7 @@ from fpk.methods.base import QuantizedLinearMethod, add_parameter, store_sizes
 from fpk.methods.expert_weights import Unit
 from fpk.methods.fp8 import in_format
 from fpk.methods.loading import Staging
-from fpk.methods.moe import set_derived
-from fpk.methods.parameter import MISSING, ChannelScale, Cut, PackedWeight, TensorScale, name_of, replace
+from fpk.methods.parameter import MISSING, ChannelScale, Cut, PackedWeight, TensorScale, name_of, replace, set_derived
 
 NAMES = {
     "quark": ("weight", "weight_scale_2", "input_scale_2"),
@@ -92,6 +91,7 @@ class SchemeLinearMethod(QuantizedLinearMethod):
         for name in (self.over_name, self.input_name):
             if name:
                 self._expect(layer, name, missing.clone(), shards, extra_weight_attrs, MISSING)
+        layer.register_load_state_dict_post_hook(self._state_loaded)
         self.moved(layer)
 
     def _expect(
@@ -120,6 +120,7 @@ class SchemeLinearMethod(QuantizedLinearMethod):
                 staging.expect_whole(layer)
                 self._process(layer, loaded)
         staging.done()
+        self._derive(layer)
         self.moved(layer)
 
     def _process(self, layer: Any, loaded: dict[str, Tensor]) -> None:
@@ -146,13 +147,29 @@ class SchemeLinearMethod(QuantizedLinearMethod):
             scale = per_row(scale, cut)
         replace(layer, "weight_scale", scale)
         replace(layer, self.code_name, codes)
-        if over is not None:
-            replace(layer, self.over_name, over)
-            set_derived(layer, "global_scale", per_row(1 / over if self.spec.divides else over, cut))
-        if given is not None:
-            replace(layer, self.input_name, given)
-            largest = (1 / given if self.spec.divides else given).amax().view(1, 1)
-            set_derived(layer, "static_scale", largest)
+        for name, values in ((self.over_name, over), (self.input_name, given)):
+            if values is not None:
+                replace(layer, name, values)
+
+    def _derive(self, layer: Any) -> None:
+        """Set what `multiply` reads and no state dict holds, from the parameters that it follows from."""
+        if self.over_name:
+            over = layer._parameters[self.over_name]
+            set_derived(layer, "global_scale", per_row(1 / over if self.spec.divides else over.data, layer.cut))
+        if self.input_name:
+            given = layer._parameters[self.input_name]
+            set_derived(layer, "static_scale", (1 / given if self.spec.divides else given.data).amax().view(1, 1))
+
+    def _state_loaded(self, layer: Any, *_: Any) -> None:
+        if layer.loading.processed:
+            self._derive(layer)
+            self.moved(layer)
+
+    def is_processed(self, layer: Any, state: dict[str, Tensor]) -> bool:
+        return bool(layer.loading.is_processed(state))
+
+    def adopt(self, layer: Any, state: dict[str, Tensor]) -> None:
+        layer.loading.adopt(layer, state)
 
     @staticmethod
     def _present(what: str, values: Tensor) -> Tensor:
