@@ -3,7 +3,9 @@
 Online methods get what an unquantized checkpoint holds, through the loaders that a checkpoint would use. Linear layers
 are replaced one for one; MLPs become experts that sum to them (see `experts`), through every method of experts.
 
-    python -m fpk.study.online OUT.csv [sequences] [tokens] [layers]
+    python -m fpk.study.online OUT.csv [sequences] [tokens] [layers] [linear | experts]
+
+A file that is there is continued behind its rows.
 """
 
 import csv
@@ -139,17 +141,24 @@ def written(row: dict[str, Any]) -> dict[str, Any]:
     return {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
 
 
-def study(sequences: int, length: int, layers: int | None = None) -> Iterator[dict[str, Any]]:
-    base = baseline(sequences, length, layers)
-    for case in [None, *cases()]:
+def study(
+    sequences: int, length: int, layers: int | None = None, only: str = "", skip: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Rows of the model as it is and of every case, or of those for `only`; the first `skip` are left out."""
+    wanted = [None, *(case for case in cases() if only in ("", case.layers))][skip:]
+    base = baseline(sequences, length, layers) if wanted else None
+    for case in wanted:
+        assert base is not None
         yield measure(case, base)
 
 
-def main(path: str, sequences: str = "1", length: str = "256", layers: str = "") -> None:
-    with Path(path).open("w", newline="") as file:
+def main(path: str, sequences: str = "1", length: str = "256", layers: str = "", only: str = "") -> None:
+    there = len(Path(path).read_text().splitlines()) if Path(path).exists() else 0
+    with Path(path).open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for row in study(int(sequences), int(length), int(layers) if layers else None):
+        if not there:
+            writer.writeheader()
+        for row in study(int(sequences), int(length), int(layers) if layers else None, only, max(0, there - 1)):
             writer.writerow(written(row))
             file.flush()
             print(*written(row).values(), flush=True)

@@ -98,6 +98,7 @@ class Job:
         self.tuner: CaseTuner | None = None
         self.device: Device = of(torch.device("cuda")) if torch.cuda.is_available() else of(torch.device("cpu"))
         self.executor = arguments.executor
+        self.compiling: tuple[str, dict[str, Any]] = (self.executor, {})
         prefer = Path(arguments.prefer) if arguments.prefer else None
         self.preferred: dict[str, list[Config]] = json.loads(prefer.read_text()) if prefer else {}
 
@@ -117,7 +118,7 @@ class Job:
                     calls.setdefault(tag, ("compile", (op.name, case, config)))
         tags, finished = list(calls), 0
         while len(self.compilers) < min(self.arguments.processes, len(calls)):
-            self.compilers.append(Worker(self.executor, {}, self.env))
+            self.compilers.append(Worker(*self.compiling, self.env))
         for position, reply in run_all(self.compilers, calls.values(), self.arguments.compile_limit, self.until):
             finished += 1
             done[tags[position]] = [] if reply.status == "ok" else [reply.status, reply.detail]
@@ -148,6 +149,7 @@ class Job:
                 raise OutOfTime
             trials = self.tuner.tune(OPS[job["op"]], db.parse_case(job["case"]))
             self.store.finish_job(job["job_id"], "done", time.monotonic() - begun)
+            self.write_trials()
             left = (time.monotonic() - begun) * (len(open_jobs) - n)
             say(self.start, f"{title} {n}/{len(open_jobs)} {summary(job, trials)} | about {left:.0f} s left")
 
@@ -179,12 +181,16 @@ class Job:
                 self.tuner.close()
             self.write()
 
-    def write(self) -> None:
-        trials = self.store.trials()
+    def write_trials(self) -> None:
+        """After every case: a job that is killed has lost one at most."""
         with gzip.open(self.out / "trials.jsonl.gz", "wt", encoding="utf-8") as file:
-            for trial in trials:
+            for trial in self.store.trials():
                 file.write(json.dumps(vars(trial)) + "\n")
         (self.out / "runs.json").write_text(json.dumps(self.store.runs(), indent=1, sort_keys=True))
+
+    def write(self) -> None:
+        trials = self.store.trials()
+        self.write_trials()
         texts = texts_of_store(self.store)
         for path, text in texts.items():
             target = self.out / "autotune_db" / path
@@ -213,8 +219,8 @@ def _pairs(text: str) -> list[tuple[int, int]]:
     return [(int(n), int(k)) for n, k in (p.split("x") for p in text.split(",") if p)]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments_of(description: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", required=True, help="names, comma-separated")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", required=True)
@@ -233,7 +239,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--trial-limit", type=float, default=20.0)
     parser.add_argument("--final-ms", type=float, default=60.0, help="timing of each finalist")
     parser.add_argument("--executor", default="fpk.tune.executor:cuda")
-    Job(parser.parse_args(arguments)).run()
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    Job(arguments_of().parse_args(arguments)).run()
 
 
 if __name__ == "__main__":

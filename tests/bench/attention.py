@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 from typing import Any
 
+import gate
 import torch
 import triton
 import triton.language as tl
@@ -139,6 +140,7 @@ def main() -> int:
         numbers = [list(range(i, len(cases()), options.jobs)) for i in range(options.jobs)]
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
             pool.map(compile_one, numbers)
+    gate.turn()
     ceiling = read_ceiling()
     print(f"read ceiling {ceiling / 1e12:.3f} TB/s", flush=True)
     where = provenance()

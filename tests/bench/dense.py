@@ -4,7 +4,8 @@
 
 A product of thousands of tokens runs into the power limit, and for some tens of milliseconds it runs at the clock that
 the one before it left behind: the first `--settle-ms` of each block do not count, blocks of one round come in random
-order, and the clock is written down. Everything is captured before anything is timed.
+order, and the clock is written down. Cells are captured and timed some at a time, layers in the order in which they are
+named, each with every product and number of tokens. A CSV file that is there is continued.
 """
 
 import argparse
@@ -18,12 +19,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import gate
 import torch
 from tables import PRODUCTS, limits, more_peers, provenance
-from turns import capture, copies_needed
+from turns import capture, copies_needed, graphs_of_a_moment
+from warm import warm
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.check import rel_error
@@ -36,31 +40,31 @@ ROWS = 256  # of an output compared with the reference
 
 def prepare(product: str, layer: str, m: int, fast: bool, options) -> dict[str, Any]:
     """Graphs of fpk and its peers over rotated inputs, and what their row says beside the times."""
-    name, arguments = PRODUCTS[product]
-    op, (n, k) = OPS[name], LINEAR_LAYERS[layer]
-    size = dict(M=m, N=n, K=k)
-    arguments = arguments | dict(fast_accum=fast)
-    count = min(24, copies_needed(m * k + n * k))
-    sets = [op.inputs(**size, **arguments, device="cuda", seed=7 * s) for s in range(count)]
+    name, case = case_of(product, layer, m, fast)
+    op, size = OPS[name], {x: case[x] for x in ("M", "N", "K")}
+    count = min(24, copies_needed(m * size["K"] + size["N"] * size["K"]))
+    sets = [op.inputs(**case, device="cuda", seed=7 * s) for s in range(count)]
     bound = op.bind(**sets[0])
     some = torch.linspace(0, m - 1, min(m, ROWS), device="cuda").long()
-    part = sets[0] | {x: sets[0][x][some] for x in ("a", "scale_a") if sets[0][x].shape[0] == m}
+    part = sets[0] | {x: v[some] for x, v in sets[0].items() if x in ("a", "scale_a") and v.shape[0] == m}
     expected = op.reference(**part)
     named = {w: c for w, c in options.configs.items() if op.is_legal(c, bound, of(torch.device("cuda")))}
     calls = {"fpk": lambda s: op(**s)}
     calls |= {who: lambda s, config=config: op.launch(**s, config=config) for who, config in named.items()}
-    if product != "int8_token":
+    if product != "int8_token" and "torch" in op.baselines:
         calls["torch"] = lambda s: op.baselines["torch"](**s)
     calls |= more_peers(options, product, size, fast)
     errors, graphs = {}, {}
     for who, call in calls.items():
         try:
+            for s in sets:
+                getattr(call, "prepare", id)(s)  # what it needs beside the arguments
             errors[who] = rel_error(call(sets[0])[some], expected)
             graphs[who] = capture(call, sets)
         except Exception as problem:
             print(f"{product} {layer} M={m} {who}: {type(problem).__name__}: {problem}"[:200], flush=True)
     return dict(
-        row=dict(product=product, layer=layer, M=m, N=n, K=k, fast_accum=int(fast)), graphs=graphs, calls=len(sets),
+        row=dict(product=product, layer=layer, **size, fast_accum=int(fast)), graphs=graphs, calls=len(sets),
         errors=errors, cost=op.cost(**bound), configs={"fpk": op.config_for(**sets[0])} | named, sets=sets,
     )  # fmt: skip
 
@@ -141,10 +145,51 @@ def row_of(prepared: dict, found: dict, mhz: dict, options) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def main(alone=nullcontext) -> int:
-    """`alone` is entered for all timing: a context in which nobody else uses the GPU."""
+def cells(options) -> list[tuple[str, str, int, bool]]:
+    """What the file does not have yet, in the order in which it is measured."""
+    wanted = [
+        (product, layer, m, bool(fast))
+        for layer in options.layers
+        for m in options.tokens
+        for product in options.products
+        for fast in ([0] if product == "int8_token" else options.fast)
+    ]
+    done = set()
+    if options.csv.exists():
+        with options.csv.open(newline="") as file:
+            done = {(r["product"], r["layer"], int(r["M"]), r["fast_accum"] == "1") for r in csv.DictReader(file)}
+    return [cell for cell in wanted if cell not in done]
+
+
+def case_of(product: str, layer: str, m: int, fast: bool) -> tuple[str, dict[str, Any]]:
+    """Op and arguments of its inputs."""
+    (name, arguments), (n, k) = PRODUCTS[product], LINEAR_LAYERS[layer]
+    return name, dict(M=m, N=n, K=k) | arguments | (dict(fast_accum=fast) if name == "scaled_mm" else {})
+
+
+def measured(some: list[tuple[str, str, int, bool]], options, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Rows of a few cells: captured together, then timed."""
+    spans: list[tuple[str, float, float]] = []
+    results = []
+    with graphs_of_a_moment():
+        ready = [prepare(*cell, options) for cell in some]
+        with clocks() as samples:
+            for prepared in ready:
+                begun = len(spans)
+                found = blocks(prepared, options.block_ms, options.settle_ms, options.rounds, rng, spans)
+                results.append((prepared, found, spans[begun:]))
+    for prepared, found, ran in results:
+        mhz = {}
+        for who in found:
+            seen = [mhz for at, mhz in samples if any(name == who and b <= at <= e for name, b, e in ran)]
+            mhz[who] = round(statistics.median(seen)) if seen else ""
+        if any(who in prepared["configs"] for who in found):
+            yield row_of(prepared, found, mhz, options) | provenance()
+
+
+def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--csv", required=True)
+    parser.add_argument("--csv", required=True, type=Path)
     parser.add_argument("--peers", help="a Python file with calls(product, M, N, K, fast_accum) -> {name: call}")
     parser.add_argument("--products", nargs="*", default=["fp8_token", "fp8_tensor", "int8_token"])
     parser.add_argument("--layers", nargs="*", default=list(LINEAR_LAYERS))
@@ -154,35 +199,32 @@ def main(alone=nullcontext) -> int:
     parser.add_argument("--settle-ms", type=float, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--configs", type=json.loads, default={}, help="{name: config} to be timed too")
+    parser.add_argument("--slice", type=int, default=6, help="cells that are captured before they are timed")
+    parser.add_argument("--warm", type=int, default=0, metavar="PROCESSES", help="compile everything first")
     options = parser.parse_args()
-    ready = []
-    for product in options.products:
-        for fast in [0] if product == "int8_token" else options.fast:
-            for layer in options.layers:
-                ready += [prepare(product, layer, m, bool(fast), options) for m in options.tokens]
-        print(f"{len(ready)} prepared, {product}", flush=True)
+    waiting, count = cells(options), 0
+    print(f"{len(waiting)} cells", flush=True)
+    if options.warm:
+        warm((case_of(*cell) for cell in waiting), options.warm)
+    gate.turn()
     limits()
-    rng, results, spans = random.Random(0), [], []
-    with alone(), clocks() as samples:
-        for prepared in ready:
-            begun = len(spans)
-            found = blocks(prepared, options.block_ms, options.settle_ms, options.rounds, rng, spans)
-            results.append((prepared, found))
-            prepared["spans"] = spans[begun:]
-    with open(options.csv, "w", newline="") as f:
-        for number, (prepared, found) in enumerate(results):
-            mhz = {}
-            for who in found:
-                ran = [(begin, end) for name, begin, end in prepared["spans"] if name == who]
-                seen = [value for at, value in samples if any(begin <= at <= end for begin, end in ran)]
-                mhz[who] = round(statistics.median(seen)) if seen else ""
-            row = row_of(prepared, found, mhz, options) | provenance()
-            if not number:
-                writer = csv.DictWriter(f, list(row))
-                writer.writeheader()
-            writer.writerow(row)
-            print(*(f"{name}={value}" for name, value in row.items() if name != "config"), flush=True)
-    return 0 if results else 1
+    rng, is_new = random.Random(0), not options.csv.exists()
+    with options.csv.open("a", newline="") as file:
+        for first in range(0, len(waiting), options.slice):
+            some, begun = waiting[first : first + options.slice], time.monotonic()
+            for row in measured(some, options, rng):
+                writer = csv.DictWriter(file, list(row), lineterminator="\n")
+                if is_new:
+                    writer.writeheader()
+                is_new, count = False, count + 1
+                writer.writerow(row)
+                file.flush()
+                print(*(f"{name}={value}" for name, value in row.items() if name != "config"), flush=True)
+            torch.cuda.empty_cache()
+            if gate.left() < 1.2 * (time.monotonic() - begun):
+                print("no time for more", flush=True)
+                break
+    return 0 if count or not waiting else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ several calls. "experts" is the layer on the tokens that an exchange brings, wit
 """
 
 import argparse
+import contextlib
 import csv
+import multiprocessing
 import os
 import statistics
 import sys
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gate
 import torch
 from moe import MODELS, random_weights
 from tables import provenance
@@ -40,7 +43,6 @@ ACT, SCHEME = "fp8_group128", "fp8_block128:fp8_group128"
 EXCHANGES = (("gather", ACT), ("all_to_all", ACT), ("all_to_all", None))
 FIELDS = ("layer", "ranks", "tokens", "exchange", "payload", "part", "us", "speedup", "share", "error", "gpu", "torch",
           "triton", "date")  # fmt: skip
-Row = tuple[str, str, str, float, float | None, float | None, float | None]
 
 
 def weights_of(rank: int, ranks: int) -> tuple[Any, Any]:
@@ -104,17 +106,21 @@ def parts_of(layer: ExpertParallel, experts: Callable[..., Any], x: Any, weights
     }  # fmt: skip
 
 
-def main_of_rank(rank: int, ranks: int, path: str, answers: Any) -> None:
+def main_of_rank(rank: int, ranks: int, path: str, file: str, answers: Any) -> None:
     try:
-        answers.put(measured(rank, ranks, path))
+        with contextlib.nullcontext() if rank else open(file, "a", newline="") as rows:
+            measured(rank, ranks, path, rows)
+        answers.put("")
     except BaseException:
         answers.put(traceback.format_exc())
-    answers.close()
-    answers.join_thread()
-    os._exit(0)  # a captured graph may hold its communicator
+    if multiprocessing.parent_process():
+        answers.close()
+        answers.join_thread()
+        os._exit(0)  # a captured graph may hold its communicator
 
 
-def measured(rank: int, ranks: int, path: str) -> list[Row]:
+def measured(rank: int, ranks: int, path: str, file: Any) -> None:
+    """The first rank writes rows into `file` as they come."""
     torch.set_grad_enabled(False)
     store = torch.distributed.FileStore(path, ranks)
     group = join(rank, ranks, store, device=torch.device("cuda", rank), timeout_s=60)
@@ -122,7 +128,6 @@ def measured(rank: int, ranks: int, path: str) -> list[Row]:
     g = torch.Generator("cuda").manual_seed(rank)
     x = torch.randn((T, H), device="cuda", generator=g).bfloat16()
     weights, ids = routed(g)
-    rows: list[Row] = []
     base, whole = torch.zeros(1, device="cuda"), None
     if rank == 0:
         every = [(w13, w2), *(weights_of(r, ranks) for r in range(1, ranks))]
@@ -134,15 +139,14 @@ def measured(rank: int, ranks: int, path: str) -> list[Row]:
         whole = one()
         alone = Group(0, 1, group.device, None, None, group.database)
         base[0] = timed(one, alone)
-        rows.append(("one GPU", "", "layer", float(base), 1.0, None, None))
+        write(file, ranks, "one GPU", "", "layer", float(base), 1.0)
         del every, all13, all2
     us_of_one = float(group.all_reduce(base, "max"))
 
     def note(exchange: str, payload: str, part: str, us: float, layer_us: float, error: float | None) -> None:
         speedup = ranks * us_of_one / us if part in ("layer", "layer in a graph") else None
-        rows.append((exchange, payload, part, us, speedup, None if speedup else us / layer_us, error))
         if rank == 0:
-            print(f"{exchange} {payload} {part}: {us:.1f} us {speedup or us / layer_us:.3f} {error}", flush=True)
+            write(file, ranks, exchange, payload, part, us, speedup, None if speedup else us / layer_us, error)
 
     for exchange, payload in EXCHANGES:
         layer = ExpertParallel(group, Placement.linear(E, ranks), exchange, payload)
@@ -174,7 +178,28 @@ def measured(rank: int, ranks: int, path: str) -> list[Row]:
             note(exchange, name, "layer in a graph", timed(graph.replay, group), us, None)
             for old, new in zip((weights, ids), kept, strict=True):
                 old.copy_(new)
-    return rows if rank == 0 else []
+
+
+def write(
+    file: Any, ranks: int, exchange: str, payload: str, part: str, us: float, speedup: float | None = None,
+    share: float | None = None, error: float | None = None,
+) -> None:  # fmt: skip
+    numbers = [f"{us:.1f}", *("" if v is None else f"{v:.3f}" for v in (speedup, share))]
+    where, found = provenance(), "" if error is None else f"{error:.2e}"
+    row = [
+        f"deepseek_v3 {SCHEME}",
+        ranks,
+        T,
+        exchange,
+        payload,
+        part,
+        *numbers,
+        found,
+        *(where[n] for n in FIELDS[-4:]),
+    ]
+    csv.writer(file, lineterminator="\n").writerow(row)
+    file.flush()
+    print(*row[3:10], flush=True)
 
 
 def main() -> int:
@@ -182,27 +207,16 @@ def main() -> int:
     parser.add_argument("--csv", required=True)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
-    found: list[Row] = []
-    begun = time.monotonic()
+    limit = min(time.monotonic() + 240, gate.turn())
+    with open(options.csv, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerow(FIELDS)
     with (
         tempfile.TemporaryDirectory() as folder,
-        world.processes(options.ranks, main_of_rank, str(Path(folder) / "store")) as (started, answers),
+        world.processes(options.ranks, main_of_rank, str(Path(folder) / "store"), options.csv) as (started, answers),
     ):
         for _ in started:
-            answer = answers.get(timeout=max(1.0, 240 - (time.monotonic() - begun)))
-            if isinstance(answer, str):
+            if answer := answers.get(timeout=max(1.0, limit - time.monotonic())):
                 raise RuntimeError(answer)
-            found = answer or found
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        where = provenance()
-        for exchange, payload, part, us, speedup, share, error in found:
-            numbers = [f"{us:.1f}", *("" if v is None else f"{v:.3f}" for v in (speedup, share)),
-                       "" if error is None else f"{error:.2e}"]  # fmt: skip
-            layer = f"deepseek_v3 {SCHEME}"
-            writer.writerow([layer, options.ranks, T, exchange, payload, part, *numbers,
-                             *(where[n] for n in FIELDS[-4:])])  # fmt: skip
     return 0
 
 

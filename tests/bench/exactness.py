@@ -110,11 +110,11 @@ def main() -> int:
             flush=True,
         )
         rows.append(dict(op=name, values=count, cases=checked, differences="" if wrong else 0, error=wrong))
-    if options.csv:
-        with open(options.csv, "w", newline="") as f:
-            writer = csv.DictWriter(f, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        if options.csv:  # whole after every op
+            with open(options.csv, "w", newline="") as f:
+                writer = csv.DictWriter(f, list(rows[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
     return 1 if failed else 0
 
 

@@ -9,12 +9,14 @@ import argparse
 import csv
 from typing import Any
 
+import gate
 import torch
 from tables import provenance
 
 from fpk import methods
 
 FIELDS = ("method", "scheme", "layers", "layer_mb", "quantized_mb", "peak_mb", "over", "gpu", "torch", "triton", "date")
+SIZES = (32, 2048, 768)  # experts, hidden, intermediate
 NAMES = sorted(n for n in methods.__all__ if n.endswith("OnlineMoEMethod"))
 
 
@@ -57,11 +59,12 @@ def main() -> None:
     parser.add_argument("--csv", required=True)
     parser.add_argument("--layers", type=int, default=6)
     options = parser.parse_args()
+    gate.turn()
     with torch.inference_mode(), torch.device("cuda"), open(options.csv, "w", newline="") as file:
         table = csv.DictWriter(file, FIELDS, lineterminator="\n")
         table.writeheader()
         for name in NAMES:
-            made = row(name, options.layers, 32, 2048, 768)
+            made = row(name, options.layers, *SIZES)
             table.writerow(made)
             file.flush()
             print(*(f"{n}={made[n]}" for n in FIELDS[:7]), flush=True)

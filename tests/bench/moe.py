@@ -4,9 +4,9 @@
                               [--others FILE] [--minutes M]
 
 A layer goes from tokens and router logits to tokens; inputs rotate over several routings, so that few tokens do not
-find their experts in cache. `--others` names a Python file with functions `layer(case)` and `stage(case, name)` that
-give {name: callable of an index of a routing} or nothing: other implementations, timed in turns with fpk's. `--jobs`
-processes compile everything first. Run it on a quiet GPU.
+find their experts in cache. `--others` (by default `layers.py` in the folder FPK_PEERS) names a Python file with
+functions `layer(case)` and `stage(case, name)` that give {name: callable of an index of a routing} or nothing: other
+implementations, timed in turns with fpk's. `--jobs` processes compile everything first. Run it on a quiet GPU.
 """
 
 import argparse
@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gate
+import peers
 import torch
 from moe_stages import MODELS, SCHEMES, Case, layer_error, random_weights, stages, with_tokens
 from tables import provenance
@@ -147,7 +149,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--stages", nargs="*", default=[], help="all if none are named")
     parser.add_argument("--jobs", type=int, default=0)
-    parser.add_argument("--others")
+    parser.add_argument("--others", default=peers.file("layers.py"))
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--block-ms", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)
@@ -173,13 +175,14 @@ def main() -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
         print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    gate.turn()
     copy = copy_bandwidth()
     other = others_of(options.others)
     with open(options.csv, "w", newline="") as file:
         table = csv.DictWriter(file, FIELDS, lineterminator="\n")
         table.writeheader()
         for case in cases(options):
-            if time.monotonic() - begun > 60 * options.minutes:
+            if time.monotonic() - begun > 60 * options.minutes or gate.left() < 2:
                 print("out of time", flush=True)
                 return
             for row in rows(case, copy, other, options):

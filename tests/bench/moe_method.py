@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gate
 import torch
 from tables import provenance
 from turns import time_in_turns
@@ -25,6 +26,7 @@ FIELDS = (
     "layer", "scheme", "T", "bit_equal", "method_us", "bare_us", "eager_pct", "method_graph_us", "bare_graph_us",
     "graph_pct", "gpu", "torch", "triton", "date",
 )  # fmt: skip
+CALLS = 25
 SCHEME = "fp8_block128:fp8_group128"
 
 
@@ -58,11 +60,11 @@ def calls_of(layer: Any, tokens: list[Any], top_k: int) -> dict[str, Callable[[i
 
 
 def eager(calls: dict[str, Callable[[int], Any]], sets: int, rounds: int) -> dict[str, float]:
-    """Median microseconds of a call, `rounds` alternating blocks of 25."""
+    """Median microseconds of a call, `rounds` alternating blocks of CALLS."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for r in range(rounds + 1):
         for name in list(calls)[:: 1 if r % 2 else -1]:
-            for i in range(25):
+            for i in range(CALLS):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 calls[name](i % sets)
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tiny", action="store_true", help="a layer of a few megabytes")
     options = parser.parse_args()
+    gate.turn()
     sizes = (8, 2, 256, 128) if options.tiny else (256, 8, 7168, 2048)
     with torch.inference_mode(), torch.device("cuda"), open(options.csv, "w", newline="") as file:
         table = csv.DictWriter(file, FIELDS, lineterminator="\n")

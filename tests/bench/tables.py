@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Iterator
 
+import gate
 import torch
 import triton
 from turns import copies_needed, time_in_turns
@@ -235,6 +236,7 @@ def main() -> int:
     parser.add_argument("--peers", help="a Python file with calls(product, M, N, K, fast_accum) -> {name: call}")
     parser.add_argument("--fast", type=int, nargs="*", default=[1, 0])
     options = parser.parse_args()
+    gate.turn()
     count = 0
     with open(options.csv, "w", newline="") as f:
         for row in {"quantizers": quantizers, "mm": mm}[options.what](options):

@@ -12,6 +12,8 @@ import math
 import os
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from fpk.parallel import Placement
 
 INVARIANT, GRAPH = "batch-invariant", "CUDA graph, changed routing"
 COLUMNS = ("TP2", "TP4", "EP2", "EP4 uneven")
+HEADER = ("method", "scheme", "column", "what", "equal", "difference", "bound", "moved")
 UNEVEN = Placement(((3, 1), (0, 2, 4, 9, 5), (8,), (6, 7)), 10)
 
 # What a difference may be. Sums of ranks are rounded once more; activations that are quantized by the row are quantized
@@ -100,8 +103,14 @@ def cells() -> list[tuple[str, str, str, str, float, str, tuple[Any, ...]]]:
 EP = 1e-3
 
 
-def results(size: int = 4, jobs: int = 1, columns: tuple[str, ...] = COLUMNS) -> dict[str, list[Any]]:
-    """The answers of `size` ranks to every cell that they are enough for, by its number; `jobs` worlds side by side."""
+def results(
+    size: int = 4, jobs: int = 1, columns: tuple[str, ...] = COLUMNS,
+    note: Callable[[str, list[Any]], None] | None = None,
+) -> dict[str, list[Any]]:  # fmt: skip
+    """The answers of `size` ranks to every cell that they are enough for, by its number; `jobs` worlds side by side.
+
+    note: called with a cell's number and answers when they are there, on several threads.
+    """
     import checks
 
     wanted = [(i, c) for i, c in enumerate(cells()) if c[2] in columns and placements(c[2])[0] <= size]
@@ -110,7 +119,7 @@ def results(size: int = 4, jobs: int = 1, columns: tuple[str, ...] = COLUMNS) ->
     last += [(n, getattr(checks, n), (min(ranks, size),)) for n, ranks in FAULTS.items()]
 
     def one(job: int, folder: str) -> dict[str, list[Any]]:
-        return world.run(size, asked[job::jobs] + (last if job == 0 else []), str(Path(folder) / f"store{job}"))
+        return world.run(size, asked[job::jobs] + (last if job == 0 else []), str(Path(folder) / f"store{job}"), note)
 
     answers: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -138,8 +147,8 @@ def verdict(answers: list[Any]) -> Verdict:
     """Raises AssertionError for an error on a rank."""
     given = [a for a in answers if a != {}]
     for answer in given:
-        if isinstance(answer, str):
-            raise AssertionError(answer)
+        if isinstance(answer, str | Exception):
+            raise AssertionError(str(answer))
     assert given, "no rank answered"
     assert all(a.get("scattered", True) for a in given), "reduce-scatter and all-reduce differ"
 
@@ -167,44 +176,63 @@ def engine_cell(column: str, method: str) -> bool | None:
 
 
 def main(path: str, jobs: int, columns: tuple[str, ...] = COLUMNS) -> int:
-    """Write the table of as many ranks as there are GPUs, or of four without; 1 if a cell is not what it should be."""
+    """Write the table of as many ranks as there are GPUs, or of four without; 1 if a cell is not what it should be.
+
+    Rows come as their answers do; in the end the file is written once more, in the order of `cells`.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
     size = min(4, gpus) if gpus > 1 else 4
-    answers, wrong = results(size, jobs, columns), 0
+    rows: dict[int, list[Any]] = {}
+    bad, lock = [], threading.Lock()
+
+    def note(number: str, answers: list[Any]) -> None:
+        if not number.isdigit():
+            return
+        method, scheme, column, what, bound, *_ = cells()[int(number)]
+        try:
+            found = verdict(answers)
+        except AssertionError as failure:
+            print(method, scheme, column, what, str(failure)[-800:])
+            found = Verdict(False, math.inf, math.inf)
+        limit = f"{bound + found.effect:.1e}" if found.effect else bound
+        moved = f"{found.moved} of {found.operands}" if found.operands else ""
+        with lock:
+            if not found.equal and not found.rest <= bound:
+                bad.append(number)
+                print(f"{method} {scheme} {column} {what}: {found} > {bound}")
+            put(int(number), method, scheme, column, what, int(found.equal), f"{found.error:.1e}", limit, moved)
+
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["method", "scheme", "column", "what", "equal", "difference", "bound", "moved"])
-        for i, (method, scheme, column, what, bound, *_) in enumerate(cells()):
-            if str(i) not in answers:
-                continue
-            try:
-                found = verdict(answers[str(i)])
-            except AssertionError as failure:
-                print(method, scheme, column, what, str(failure)[-800:])
-                found = Verdict(False, math.inf, math.inf)
-            if not found.equal and not found.rest <= bound:
-                wrong += 1
-                print(f"{method} {scheme} {column} {what}: {found} > {bound}")
-            limit = f"{bound + found.effect:.1e}" if found.effect else bound
-            moved = f"{found.moved} of {found.operands}" if found.operands else ""
-            writer.writerow([method, scheme, column, what, int(found.equal), f"{found.error:.1e}", limit, moved])
+
+        def put(number: int, *row: Any) -> None:
+            rows[number] = list(row)
+            writer.writerow(row)
+            file.flush()
+
+        writer.writerow(HEADER)
+        answers = results(size, jobs, columns, note)
+        for number in answers.keys() - {str(n) for n in rows}:  # ranks that did not answer
+            note(number, answers[number])
         asked = [(column, method) for column in (INVARIANT, GRAPH) for method in {**LINEAR, **EXPERTS}]
         spawn = torch.multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(jobs, spawn) as pool:
-            goods = pool.map(engine_cell, *zip(*asked, strict=True))
-        for (column, method), good in zip(asked, goods, strict=True):
-            wrong += good is False
-            told = ["n/a", "n/a"] if good is None else [int(good), "0.0e+00" if good else "inf"]
-            writer.writerow([method, {**LINEAR, **EXPERTS}[method][0], column, "layer", *told, 0.0, ""])
+            for n, good in enumerate(pool.map(engine_cell, *zip(*asked, strict=True)), len(cells())):
+                column, method = asked[n - len(cells())]
+                told = ["n/a", "n/a"] if good is None else [int(good), "0.0e+00" if good else "inf"]
+                put(n, method, {**LINEAR, **EXPERTS}[method][0], column, "layer", *told, 0.0, "")
+                bad.extend([str(n)] * (good is False))
+    with open(path, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([HEADER, *(rows[n] for n in sorted(rows))])
     for name in (*OTHERS, *FAULTS):
         print(name, [str(answer)[:300] for answer in answers.get(name, ["not asked"])])
-    print(f"{wrong} cells are wrong")
-    return int(wrong > 0)
+    print(f"{len(bad)} cells are wrong")
+    return int(bool(bad))
 
 
-if __name__ == "__main__":
+def command_line() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("csv")
     parser.add_argument("--jobs", type=int, default=1, help="worlds and processes side by side")
@@ -213,4 +241,8 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.one_gpu:
         os.environ[world.ONE_GPU] = "1"
-    sys.exit(main(options.csv, options.jobs, tuple(options.columns.split(","))))
+    return main(options.csv, options.jobs, tuple(options.columns.split(",")))
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

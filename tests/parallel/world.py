@@ -66,11 +66,17 @@ def exchange_by_cpu(store: Any, rank: int, size: int) -> None:
         setattr(dist, name, staged(getattr(dist, name)))
 
 
-def run(size: int, checks: list[tuple[str, Check, tuple[Any, ...]]], path: str) -> dict[str, list[Any]]:
-    """What each check returned on every rank: plain values, or a RuntimeError with the traceback."""
+def run(
+    size: int, checks: list[tuple[str, Check, tuple[Any, ...]]], path: str,
+    note: Callable[[str, list[Any]], None] | None = None,
+) -> dict[str, list[Any]]:  # fmt: skip
+    """What each check returned on every rank: plain values, or a RuntimeError with the traceback.
+
+    note: called with the name and the answers of a check when all ranks have answered.
+    """
     with processes(size, _main, path, checks) as (started, answers):
         results: dict[str, list[Any]] = {name: [RuntimeError("no answer")] * size for name, *_ in checks}
-        missing = size * len(checks)
+        missing, open_ranks = size * len(checks), dict.fromkeys(results, size)
         while missing:
             alive = any(process.is_alive() for process in started)
             try:
@@ -81,6 +87,9 @@ def run(size: int, checks: list[tuple[str, Check, tuple[Any, ...]]], path: str) 
                 continue
             results[name][rank] = value
             missing -= 1
+            open_ranks[name] -= 1
+            if note is not None and not open_ranks[name]:
+                note(name, results[name])
         for process in started:
             process.join(60)
     return results

@@ -30,6 +30,7 @@ from fpk.op import OPS, Op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES, TIMES = int(os.environ.get("FPK_TRUST_CASES", "3")), int(os.environ.get("FPK_TRUST_TIMES", "1000"))
+NOISE = 4096  # size of the products on another stream, beside repeats
 
 failures: list[str] = []
 
@@ -109,7 +110,7 @@ def repeat(op: Op, args: dict[str, Any], config: dict[str, Any]) -> None:
     written = {n: args[n].clone() for n in op.mutates if args[n] is not None}
     first = [bits(o).clone() for o in launch()]
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    side, noise = torch.cuda.Stream(), torch.randn(4096, 4096, dtype=torch.bfloat16, device=DEVICE)
+    side, noise = torch.cuda.Stream(), torch.randn(NOISE, NOISE, dtype=torch.bfloat16, device=DEVICE)
     for turn in range(TIMES):
         if turn % 50 == 0:
             with torch.cuda.stream(side):

@@ -23,12 +23,14 @@ import threading
 import time
 from pathlib import Path
 
+from bench.gate import RunningClock
+
 from fpk.op import OPS
 
 TOOLS = ("compare", "repeat", "memcheck", "racecheck", "initcheck", "synccheck")
 COLUMNS = ("op", "tool", "launches", "verdict", "note", "seconds")
 VERDICTS = {"compare": "right", "repeat": "same bits"}
-QUIET = 60  # seconds without a line: it hangs
+QUIET = 60  # seconds of running without a line: it hangs
 FINDING = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|\s|Target application)(.*\S)")
 
 # one fault for each tool, chosen by the first argument
@@ -57,6 +59,7 @@ int main(int argc, char **argv) {
 PLANTS = {"memcheck": "0", "initcheck": "1", "racecheck": "2"}
 
 write_lock = threading.Lock()
+clock = RunningClock()  # somebody may stop all of this while he measures
 
 
 # what the options are for: many processes that start slowly side by side, and a kernel that fails alone
@@ -137,11 +140,14 @@ class Share:
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self.read, args=(process, lines), daemon=True).start()
         current, found, launches, start = "", [], 0, time.monotonic()
+        heard = clock()
         while True:
-            wait = max(0.1, min(QUIET, self.end - time.monotonic()))
             try:
-                line = lines.get(timeout=wait)
+                line = lines.get(timeout=max(0.05, min(1.0, self.end - time.monotonic())))
+                heard = clock()
             except queue.Empty:
+                if time.monotonic() < self.end and clock() - heard < QUIET:
+                    continue
                 end(process)
                 if time.monotonic() >= self.end:
                     return

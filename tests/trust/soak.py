@@ -1,6 +1,7 @@
 """fpk on a GPU for minutes: all ops on threads, streams and in graphs at once; two GPUs; a sweep without memory.
 
-    PYTHONPATH=tests python -m trust.soak soak --seconds 120 [op ...]   every output is compared to the first
+    PYTHONPATH=tests python -m trust.soak soak --seconds 120 [op ...]   every output is compared to the first; with
+                                                                        --csv FILE a verdict of each op, as it goes
     PYTHONPATH=tests python -m trust.soak two [op ...]                  arguments on a GPU that is not the current one
     PYTHONPATH=tests python -m trust.soak sweep                         out of memory in the middle of tuning
 
@@ -9,6 +10,7 @@ Exits 1 if something is wrong.
 
 import argparse
 import contextlib
+import csv
 import random
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import op_laws
+from bench.gate import RunningClock
 from op_laws import ample, results
 
 import fpk.kernels  # noqa: F401  declares every op
@@ -209,13 +212,29 @@ class _Turns:
             self.soak.counts[self.number].update(["replays" if replayed else "calls", n])
 
 
-def soak(names: list[str], seconds: float) -> list[str]:
-    """`seconds` in all: preparing, at most PREPARING of them, then all ops at random on every thread."""
-    begin, work = time.monotonic(), Soak()
+def soak(names: list[str], seconds: float, path: str = "") -> list[str]:
+    """`seconds` in all: preparing, at most PREPARING of them, then all ops at random on every thread.
+
+    Somebody may stop the process meanwhile: that counts among the seconds, and is no work.
+    """
+    begin, work = time.monotonic(), Soak(clock=RunningClock())
     work.prepare(names, begin + PREPARING * seconds)
-    work.run(begin + seconds)
+    unprepared = len(work.failures)
+    while time.monotonic() + 2 < begin + seconds and work.ready and len(work.failures) == unprepared:
+        work.run(min(begin + seconds, time.monotonic() + 4 * SLICE))
+        if path:
+            write(path, work)
     wrong = [f"{n}: {d} elements differ from the first" for n, _, d in work.verdicts() if d]
     return work.failures + wrong
+
+
+def write(path: str, work: Soak) -> None:
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(("op", "tool", "launches", "verdict", "note", "seconds"))
+        for op, launches, differing in work.verdicts():
+            verdict = f"{differing} elements differ" if differing else "same bits"
+            out.writerow((op, "soak", launches, verdict, f"{work.active:.0f} s of work", f"{work.active:.1f}"))
 
 
 def on_two(names: list[str]) -> list[str]:
@@ -284,11 +303,12 @@ def main() -> int:
     parser.add_argument("what", choices=("soak", "two", "sweep"))
     parser.add_argument("ops", nargs="*", help="names; all")
     parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--csv", default="")
     args = parser.parse_intermixed_args()
     op_laws.DEVICE = "cpu"  # where `ample` makes what it measures
     names = args.ops or list(OPS)
     todo: dict[str, Callable[[], list[str]]] = {
-        "soak": lambda: soak(names, args.seconds), "two": lambda: on_two(names), "sweep": sweep_without_memory
+        "soak": lambda: soak(names, args.seconds, args.csv), "two": lambda: on_two(names), "sweep": sweep_without_memory
     }  # fmt: skip
     failures = todo[args.what]()
     print(f"{len(failures)} failures", *failures, sep="\n", flush=True)

@@ -1,0 +1,205 @@
+"""What a campaign measures, the most important first. `campaign.py --list` shows it beside what results/ has.
+
+Seconds are those of an H200 with 16 cores. What an entry has not finished when its time is over goes on in the next
+call, given `--resume`: benches continue their CSV files, tables their cases, laws what has not passed.
+"""
+
+import csv
+
+from campaign_job import ROOT, Measurement
+
+GPU = "nv-h200-sm90-132"
+RESULTS = ROOT / "results" / GPU
+BENCH = ("{python}", "-W", "ignore", "{bench}/")
+TRIED = ("--max-candidates", "24", "--budget", "0", "--final-ms", "20", "--minutes", "60", "--compile-limit", "90")
+LAYERS = ((2112, 7168), (4096, 4096), (7168, 2048), (6144, 4096), (4096, 14336), (28672, 4096))  # of the tables
+NEW_LAYERS = ((10240, 8192), (24576, 1536), (4096, 7168), (8192, 28672))
+# of dense.csv, so that the first ones already span small and large
+DENSE = (
+    "deepseek_v3/gate_up", "llama3_8b/gate_up", "llama3_70b/qkv", "deepseek_v3/qkv_a", "llama3_8b/down",
+    "deepseek_v3/o", "llama3_8b/qkv", "llama3_8b/o", "deepseek_v3/q_b", "deepseek_v3/down", "llama3_70b/gate_up",
+    "llama3_70b/down",
+)  # fmt: skip
+
+
+def bench(script: str, *arguments: str) -> tuple[str, ...]:
+    return (*BENCH[:3], f"{{bench}}/{script}.py", *arguments)
+
+
+def cases(tokens: tuple[int, ...], layers: tuple[tuple[int, int], ...], more: tuple[str, ...] = ("",)) -> str:
+    return "; ".join(f"M={m} N={n} K={k} {x}".strip() for x in more for n, k in layers for m in tokens)
+
+
+def tables(name: str, op: str, wanted: str, seconds: float, fills: str) -> Measurement:
+    arguments, some = ("--ops", op, *TRIED), "; ".join(wanted.split("; ")[:: max(1, wanted.count(";"))])
+    folders = ("--out", "{out}", "--state", "{scratch}/state/" + name)
+    command = bench("tune", *arguments, "--cases", wanted, *folders, "--processes", "{jobs}")
+    dry = ("tune", *arguments, "--cases", some, "--out", "{out}", "--state", "{out}/state", "--list")
+    return Measurement(name, fills, command, dry, seconds, 1.5 * seconds + 10, table=op, wanted=wanted)
+
+
+def laws(
+    name: str, seconds: float, *tests: str, keyword: str = "", jobs: int = 2, least: float = 30.0, examples: int = 6
+) -> Measurement:
+    command = bench("laws", "--out", "{out}", "--jobs", str(jobs), "--examples", str(examples))
+    only = (("--keyword", keyword), ("-k", keyword)) if keyword else ((), ())
+    return Measurement(
+        name, f"laws compiled: {' '.join(tests)} {keyword}".strip(), (*command, *only[0], *tests),
+        ("pytest", *only[1], *tests), seconds, 3 * seconds, quiet=False, least=least,
+    )  # fmt: skip
+
+
+def not_repeated() -> tuple[str, ...]:
+    """Ops whose launches have not been repeated 1000 times."""
+    with (RESULTS / "trust.csv").open(newline="") as file:
+        done = {r["op"] for r in csv.DictReader(file) if r["tool"] == "repeat" and r["verdict"] == "same bits"}
+    every = (ROOT / "fpk" / "kernels").glob("*/[a-z]*.py")
+    return tuple(sorted({path.stem for path in every} - done))
+
+
+TABLES = (
+    tables("tables_group", "scaled_mm_group", cases((16, 128, 1024, 4096), LAYERS), 70, "autotune_db: 24 shapes"),
+    tables("tables_weight_only", "mm_weight_only", "M=1024 N=28672 K=4096; M=4096 N=28672 K=4096", 12,
+           "autotune_db: two keys measured with older kernels"),
+    tables("tables_64", "scaled_mm", cases((64,), LAYERS), 20, "autotune_db: rows between 16 and 128 tokens"),
+    tables("verify_scaled_mm", "scaled_mm", cases((4, 32, 256, 512, 2048), ((2112, 7168), (4096, 4096), (28672, 4096)))
+           + "; " + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*: 15 new token counts, 12 shapes"),
+    tables("verify_group", "scaled_mm_group", cases((64, 512), LAYERS) + "; " + cases((16, 128, 1024), NEW_LAYERS), 60,
+           "tests/tune_data/verify_*"),
+    tables("verify_weight_only", "mm_weight_only", cases((64, 512), LAYERS) + "; "
+           + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*"),
+    tables("verify_shuffled", "mm_shuffled", cases((4, 32, 512), ((4096, 4096), (28672, 4096)), ("weight=mxfp4/bf16",
+           "weight=nvfp4/bf16")) + "; " + cases((16, 64, 1024), ((2112, 7168), (8192, 28672)), ("weight=mxfp4/bf16",
+           "weight=nvfp4/bf16")), 50, "tests/tune_data/verify_*"),
+    tables("verify_packed", "mm_packed", cases((512, 2048), ((4096, 4096), (28672, 4096)),
+           ("pair=mxfp8_e4m3/mxfp8_e4m3",)) + "; " + cases((1024, 4096), ((2112, 7168), (8192, 28672)),
+           ("pair=mxfp8_e4m3/mxfp8_e4m3",)), 40, "tests/tune_data/verify_*"),
+)  # fmt: skip
+
+LAWS = (
+    laws("laws_experts", 60, "tests/laws/test_shuffled_experts.py", "tests/methods/test_moe_mx.py"),
+    laws("laws_packed", 90, "tests/laws/test_packed.py", "tests/laws/test_pack.py", "tests/laws/test_microscale.py"),
+    laws("laws_packed_ops", 90, "tests/test_ops.py", keyword="packed or shuffle or pack or quantize", least=20.0),
+    laws("laws_dense", 60, "tests/test_dense_gpu.py", "tests/test_block_gpu.py", "tests/laws/test_weight_only.py"),
+    laws("laws_prefill", 60, "tests/laws/test_prefill.py", "tests/laws/test_attention.py", least=0.0),
+    laws("laws_rest", 200, "tests/test_moe_gpu.py", "tests/test_moe_token.py", "tests/test_gpu.py", "tests/laws",
+         "tests/test_ops.py", "tests/test_batch_invariant.py", "tests/cases", jobs=3, least=0.0),
+)  # fmt: skip
+
+DENSE_KERNELS = ("fpk/kernels/gemm", "autotune_db")
+MOE_KERNELS = ("fpk/kernels/moe", "fpk/_moe.py")
+
+PLAN = (
+    *TABLES[:3],
+    *TABLES[3:],
+    Measurement(
+        "dense", "products of 12 layers beside peers, blocks of 200 ms",
+        bench("dense", "--csv", "{out}/dense.csv", "--peers", "{bench}/peers.py", "--layers", *DENSE, "--products",
+              "fp8_token", "fp8_block", "fp8_weight_only", "int8_token", "fp8_tensor", "--block-ms", "200",
+              "--rounds", "2", "--warm", "{jobs}"),
+        ("dense", "--csv", "{out}/dense.csv", "--peers", "{bench}/peers.py", "--layers", *DENSE[:1], "--products",
+         "fp8_token", "fp8_block", "fp8_weight_only", "int8_token", "--tokens", "1", "--block-ms", "1", "--settle-ms",
+         "1", "--rounds", "1", "--warm", "1"),
+        900, 220, csv=f"{GPU}/products.csv", inputs=DENSE_KERNELS,
+    ),
+    *LAWS[:4],
+    Measurement(
+        "packed", "packed products through the shipped tables",
+        bench("packed_products", "--csv", "{out}/packed.csv", "--warm", "{jobs}"),
+        ("packed_products", "--csv", "{out}/packed.csv", "--products", "bf16 x mxfp4", "fp8_token x mxfp4",
+         "mxfp8_e4m3 x mxfp8_e4m3", "bf16 x mxfp8_e4m3", "--block-ms", "1", "--rounds", "1"),
+        70, 110, csv=f"{GPU}/packed.csv", inputs=DENSE_KERNELS,
+    ),
+    Measurement(
+        "layer_gpt_oss", "gpt-oss layer of experts, MXFP4 weights",
+        bench("moe", "--csv", "{out}/moe.csv", "--models", "gpt_oss_120b", "--schemes", "mxfp4", "--jobs", "{jobs}"),
+        ("moe", "--csv", "{out}/moe.csv", "--models", "gpt_oss_120b", "--schemes", "mxfp4", "--tokens", "1",
+         "--block-ms", "1", "--rounds", "1"),
+        30, 60, csv=f"{GPU}/moe.csv", inputs=MOE_KERNELS,
+    ),
+    Measurement(
+        "layer_block", "layers of experts with block scales, 16 tokens and 1024 and more",
+        bench("moe", "--csv", "{out}/moe.csv", "--models", "deepseek_v3_tp8", "mixtral_8x7b", "qwen3_30b_a3b",
+              "deepseek_v3", "--schemes", "fp8_block128:fp8_group128", "--tokens", "1024", "4096", "16", "--stages",
+              "layer", "w13", "w2", "--jobs", "{jobs}"),
+        ("moe", "--csv", "{out}/moe.csv", "--models", "deepseek_v3", "--schemes", "fp8_block128:fp8_group128",
+         "--tokens", "64", "--stages", "layer", "w13", "--block-ms", "1", "--rounds", "1"),
+        40, 80, csv=f"{GPU}/moe.csv", inputs=MOE_KERNELS,
+    ),
+    Measurement(
+        "perplexity_experts", "perplexity of a model through every method of experts",
+        ("{python}", "-W", "ignore", "-m", "fpk.study.online", "{out}/online.csv", "9", "512", "", "experts"),
+        ("fpk.study.online", "{out}/online.csv", "1", "16", "1", "experts"),
+        60, 200, quiet=False, needs=("model",), csv=f"{GPU}/online.csv", inputs=("fpk/methods", "fpk/kernels/moe"),
+    ),
+    Measurement(
+        "notebook_5", "notebook 5 in full",
+        ("{python}", "-W", "ignore", "{root}/tests/run_notebooks.py", "5_model", "--out", "{out}"),
+        ("imports", "{root}/notebooks/5_model.py"), 60, 120, quiet=False, needs=("model",),
+    ),
+    Measurement(
+        "soak", "five minutes of all ops on threads, streams and in graphs: trust.csv",
+        ("{python}", "-W", "ignore", "-m", "trust.soak", "soak", "--seconds", "{seconds}", "--csv", "{out}/soak.csv"),
+        ("trust.soak", "soak", "--seconds", "4", "--csv", "{out}/soak.csv", "amax"),
+        300, 400, quiet=False, csv=f"{GPU}/trust.csv",
+    ),
+    Measurement(
+        "repeat", "1000 launches with the same bits, of ops that have no row: trust.csv",
+        ("{python}", "-W", "ignore", "-m", "trust.sanitize", "repeat", "--jobs", "1", "--out", "{out}",
+         *not_repeated()),
+        ("trust.on_gpu", "repeat", "amax"), 150, 300, quiet=False, csv=f"{GPU}/trust.csv",
+    ),
+    Measurement(
+        "compare", "every kernel of every op against its reference: trust.csv",
+        ("{python}", "-W", "ignore", "-m", "trust.sanitize", "compare", "--jobs", "2", "--out", "{out}"),
+        ("trust.on_gpu", "compare", "amax"), 150, 300, quiet=False, csv=f"{GPU}/trust.csv",
+    ),
+    Measurement(
+        "parallel_table", "methods on two ranks under NCCL",
+        ("{python}", "-W", "ignore", "{root}/tests/parallel/table.py", "{out}/parallel.csv", "--jobs", "{jobs}"),
+        ("table:command_line", "{out}/parallel.csv", "--jobs", "2"),
+        150, 250, gated=False, gpus=2, csv=f"{GPU}/parallel.csv", inputs=("fpk/parallel",),
+    ),
+    Measurement(
+        "expert_parallel", "a layer of experts over two GPUs", bench("ep", "--csv", "{out}/ep.csv"),
+        ("ep", "--csv", "{out}/ep.csv", "--ranks", "1"),
+        50, 100, gpus=2, csv=f"{GPU}/ep.csv", inputs=("fpk/parallel", "fpk/kernels/moe"),
+    ),
+    Measurement(
+        "dispatch", "what a call costs on the host before its launch",
+        bench("dispatch", "--csv", "{out}/dispatch.csv"), ("dispatch", "--csv", "{out}/dispatch.csv"),
+        20, 40, host=True, csv=f"{GPU}/dispatch.csv", inputs=("fpk/_dispatch.py", "fpk/op.py", "autotune_db"),
+    ),
+    *LAWS[4:],
+    Measurement(
+        "attention", "paged attention and writes of its cache",
+        bench("attention", "--csv", "{out}/attention.csv", "--jobs", "1"),
+        ("attention", "--csv", "{out}/attention.csv"),
+        30, 60, csv=f"{GPU}/attention.csv", inputs=("fpk/kernels/attention",),
+    ),
+    Measurement(
+        "quantizers", "quantizers beside copies",
+        bench("tables", "quantizers", "--csv", "{out}/quantizers.csv", "--search", "8", "--block-ms", "15",
+              "--rounds", "3"),
+        ("tables", "quantizers", "--csv", "{out}/quantizers.csv", "--ops", "amax", "--search", "2", "--block-ms", "1",
+         "--rounds", "1"),
+        90, 150, csv=f"{GPU}/quantizers.csv", inputs=("fpk/kernels/quant",),
+    ),
+    Measurement(
+        "method", "a layer through its method beside the bare function",
+        bench("moe_method", "--csv", "{out}/moe-method.csv"),
+        ("moe_method", "--csv", "{out}/moe-method.csv", "--tiny", "--tokens", "1", "--rounds", "1"),
+        40, 80, csv=f"{GPU}/moe-method.csv", inputs=("fpk/methods", "fpk/_moe.py"),
+    ),
+    Measurement(
+        "exactness", "quantizers against their references, 10^8 values",
+        bench("exactness", "--csv", "{out}/exactness.csv"),
+        ("exactness", "--csv", "{out}/exactness.csv", "--values", "10", "--ops", "amax"),
+        200, 400, quiet=False, csv=f"{GPU}/exactness.csv", inputs=("fpk/kernels/quant",),
+    ),
+    Measurement(
+        "loading", "memory while experts load", bench("loading", "--csv", "{out}/loading.csv"),
+        ("loading", "--csv", "{out}/loading.csv", "--layers", "2"),
+        30, 60, quiet=False, csv=f"{GPU}/loading.csv", inputs=("fpk/methods",),
+    ),
+)  # fmt: skip
