@@ -41,7 +41,7 @@ def tables(name: str, op: str, wanted: str, seconds: float, fills: str) -> Measu
 def laws(
     name: str, seconds: float, *tests: str, keyword: str = "", jobs: int = 2, least: float = 30.0, examples: int = 6
 ) -> Measurement:
-    command = bench("laws", "--out", "{out}", "--jobs", str(jobs), "--examples", str(examples))
+    command = bench("gpu_laws", "--out", "{out}", "--jobs", str(jobs), "--examples", str(examples))
     only = (("--keyword", keyword), ("-k", keyword)) if keyword else ((), ())
     return Measurement(
         name, f"laws compiled: {' '.join(tests)} {keyword}".strip(), (*command, *only[0], *tests),

@@ -1,6 +1,6 @@
 """Laws on a GPU, a line for every test as it ends, in processes that a broken or hanging kernel costs little.
 
-    python tests/bench/laws.py --out DIR [--jobs N] [--examples N] [--keyword EXPRESSION] TEST ...
+    python tests/bench/gpu_laws.py --out DIR [--jobs N] [--examples N] [--keyword EXPRESSION] TEST ...
 
 Tests run in the order in which they are named. DIR gets `laws-<i>.csv`; what passed in an earlier call does not run
 again. A process whose GPU context is lost, or that says nothing for `--quiet` seconds of running, is replaced; the test
