@@ -6,21 +6,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fpk._experts_layout import MATRICES, expert_layout, matrices_of
 from fpk._moe import moe_experts
 from fpk.api import LayerScheme, Quantized, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_valid_scale
 from fpk.formats import INT8, scheme_of
 from fpk.methods._dense import Dense
 
-MATRICES = ("gate_up_proj", "down_proj")
 _PARTS = ("", "_scale", "_global_scale", "_zero_point")
 _KEPT = (*(f"{m}{p}" for m in MATRICES for p in _PARTS), *(f"{m}_input_scale" for m in MATRICES))
-
-# transformers' activation classes and what the op act_and_mul calls them
-_ACTIVATIONS = {
-    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELU": "gelu", "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
-}  # fmt: skip
 
 
 class QuantizedExperts(nn.Module):
@@ -189,34 +183,3 @@ def parts_of(name: str, module: QuantizedExperts) -> dict[str, Dense]:
                     codes, scale, scheme, module.activation_scheme, given, cut(weight.global_scale)
                 )
     return made
-
-
-def expert_layout(module: nn.Module) -> dict[str, Any] | None:
-    """How a transformers module holds its experts; None if it holds none that fpk knows.
-
-    Returns:
-        "transposed": whether weights are (E, K, N); "options": what `moe_experts` is called with.
-    """
-    parameters = module._parameters
-    gate_up, down = (parameters.get(name) for name in MATRICES)
-    if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
-        return None
-    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
-    if activation is not None and gate_up.shape[1] == 2 * down.shape[2] and gate_up.shape[2] == down.shape[1]:
-        return {"transposed": False, "options": {"activation": activation}}
-    is_gptoss = (
-        hasattr(module, "alpha") and hasattr(module, "limit") and parameters.get("gate_up_proj_bias") is not None
-    )
-    if is_gptoss and gate_up.shape[2] == 2 * down.shape[1] and gate_up.shape[1] == down.shape[2]:
-        options = {
-            "activation": "swigluoai", "interleaved": True, "alpha": float(cast(Any, module.alpha)),
-            "limit": float(cast(Any, module.limit)),
-        }  # fmt: skip
-        return {"transposed": True, "options": options}
-    return None
-
-
-def matrices_of(module: nn.Module, name: str, layout: dict[str, Any]) -> Tensor:
-    """A stack of weights (E, N, K), detached."""
-    weight = cast(Tensor, module._parameters[name]).detach()
-    return weight.transpose(1, 2).contiguous() if layout["transposed"] else weight

@@ -6,7 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fpk._experts import MATRICES, QuantizedExperts, expert_layout
+from fpk._experts import QuantizedExperts
+from fpk._experts_layout import MATRICES, expert_layout
 from fpk.methods._dense import Found
 from fpk.methods._families import LayerSpec
 from fpk.methods._stored_experts import StoredExperts, renamed, take_experts, take_plain_experts

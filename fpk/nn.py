@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fpk._calibration import Calibration, LayerRange, few
-from fpk._experts import QuantizedExperts, expert_layout
+from fpk._experts import QuantizedExperts
+from fpk._experts_layout import expert_layout, holds_experts
 from fpk._linear import QuantizedLinear, dtype_name
 from fpk._report import LayerReport, QuantizeReport
 from fpk.api import LayerScheme, parse_layer_scheme
@@ -294,6 +295,8 @@ class _Skips:
             return f"already {module.scheme}"
         is_linear = isinstance(module, nn.Linear)
         if not is_linear and expert_layout(module) is None:
+            if holds_experts(module):
+                return "holds experts that compute what fpk has no layer for"
             return "holds stacked weights, not nn.Linear layers"
         if not is_linear and not self._experts:
             return "holds experts, which have no static activations"

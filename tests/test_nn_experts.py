@@ -9,7 +9,8 @@ import torch
 
 import fpk
 import fpk.op
-from fpk._experts import QuantizedExperts, expert_layout
+from fpk._experts import QuantizedExperts
+from fpk._experts_layout import expert_layout
 from fpk.check import bits, rel_error
 
 transformers = pytest.importorskip("transformers")
