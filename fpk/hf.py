@@ -29,12 +29,15 @@ class FpkConfig(QuantizationConfigMixin):
         lm_head: quantize the output layer too.
 
     Raises:
-        ValueError: no scheme, or one with static activations, which need a calibration.
+        ValueError: no scheme, one with static activations, which need a calibration, or another argument.
     """
 
     def __init__(
-        self, scheme: str = "fp8_channel", ignore: Sequence[str] = (), lm_head: bool = False, **_: Any
+        self, scheme: str = "fp8_channel", ignore: Sequence[str] = (), lm_head: bool = False, **others: Any
     ) -> None:
+        unknown = sorted(others.keys() - {"quant_method"})  # transformers gives that when it reads a config
+        if unknown:
+            raise ValueError(f"FpkConfig: expected scheme, ignore and lm_head, got {', '.join(unknown)}")
         pair = parse_layer_scheme(scheme)
         if pair.static:
             raise ValueError(f"FpkConfig.scheme: expected dynamic activations, got {pair} (fpk.quantize_ takes those)")

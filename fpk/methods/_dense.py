@@ -75,6 +75,9 @@ def find_layers(checkpoint: Checkpoint, dialect: Dialect) -> Found:
             if spec is None:
                 raise ValueError(f"{parts['weight']}: {parts['weight'].dtype}, and the config does not say what it is")
             found.layers[module] = StoredLayer(module, spec, parts)
+            given = [r for r in ("input_scale", "input_global_scale") if r in parts]
+            if given and not (spec.activation or "").endswith("_static") and not spec.unsupported:
+                found.notes.append(f"{parts[given[0]].name}: without effect, the config says {spec}")
         elif "weight" in tensors and len(tensors["weight"].shape) == 2 and _is_linear(module):
             said = dialect.spec(module)
             if said is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fpk.formats import per_block
+from fpk.methods._known import expect_scale_format, method_keys
 from fpk.methods.skip import is_layer_skipped
 
 ROLES = {
@@ -207,7 +208,7 @@ def _fp8(config: Mapping[str, Any], fused: Mapping[str, Any]) -> OneSpec:
         return OneSpec("fp8", one, skips)
     if scheme != "dynamic":
         raise ValueError("quantization_config.activation_scheme: expected dynamic with weight_block_size, got 'static'")
-    powers = "_e8m0" if config.get("scale_fmt") == "ue8m0" else ""
+    powers = "_e8m0" if expect_scale_format("quantization_config.scale_fmt", config.get("scale_fmt")) else ""
     return OneSpec("fp8", block_spec("quantization_config.weight_block_size", size, powers=powers), skips)
 
 
@@ -218,6 +219,14 @@ def _fbgemm(config: Mapping[str, Any], fused: Mapping[str, Any]) -> OneSpec:
             "fbgemm_fp8 with activation_scale_ub", "fpk's layers have no bound of the activations' scale"
         )
     return OneSpec("fbgemm_fp8", spec, SkipList(_first_list(config, ("modules_to_not_convert",)), fp8_entries, fused))
+
+
+def _microscaled(config: Mapping[str, Any], fused: Mapping[str, Any]) -> OneSpec:
+    """gpt-oss (`mxfp4`) and MiniMax (`mxfp8`)."""
+    method = config["quant_method"].lower()
+    one = LayerSpec("mxfp4", None) if method == "mxfp4" else LayerSpec("mxfp8_e4m3", "mxfp8_e4m3")
+    skips = _first_list(config, ("ignored_layers", "modules_to_not_convert"))
+    return OneSpec(method, one, SkipList(skips, fp8_entries, fused))
 
 
 MODELOPT = {
@@ -281,6 +290,8 @@ def dialect_of(config: Mapping[str, Any], fused: Mapping[str, Any] | None = None
     from fpk.methods.quark import QuarkConfig
 
     fused = fused or {}
+    if not isinstance(config, Mapping):
+        raise ValueError(f"quantization_config: expected an object, got {config!r:.80}")
     method = config.get("quant_method")
     if method is None and isinstance(config.get("quantization"), Mapping):
         method = "modelopt"  # hf_quant_config.json has no such key
@@ -293,14 +304,10 @@ def dialect_of(config: Mapping[str, Any], fused: Mapping[str, Any] | None = None
         return CompressedTensorsConfig.from_config(config, fused)
     if method == "quark":
         return QuarkConfig.from_config(config, fused)
-    if method in ("mxfp4", "mxfp8"):
-        one = LayerSpec("mxfp4", None) if method == "mxfp4" else LayerSpec("mxfp8_e4m3", "mxfp8_e4m3")
-        return OneSpec(
-            method, one,
-            SkipList(_first_list(config, ("ignored_layers", "modules_to_not_convert")), fp8_entries, fused),
-        )  # fmt: skip
-    readers = {"fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt}
+    readers = {"fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt, "mxfp4": _microscaled, "mxfp8": _microscaled}
     if method not in readers:
-        known = ", ".join([*readers, "compressed-tensors", "quark", "mxfp4", "mxfp8"])
+        known = ", ".join([*readers, "compressed-tensors", "quark"])
         raise NotImplementedError(f"quantization_config.quant_method: expected one of {known}, got {method!r:.80}")
-    return readers[method](config, fused)
+    made: Any = readers[method](config, fused)
+    made.notes += method_keys(config, method)
+    return made  # type: ignore[no-any-return]

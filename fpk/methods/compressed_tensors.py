@@ -9,6 +9,7 @@ from typing import Any
 
 from fpk.methods._expressions import expression
 from fpk.methods._families import LayerSpec, SkipList, block_spec, names, unsupported
+from fpk.methods._known import CT_ARGUMENTS, CT_GROUP, method_keys, transform_notes, unknown_keys
 from fpk.methods.engine import EngineConfig
 
 FORMATS = {"float-quantized": "float", "int-quantized": "int", "naive-quantized": ""}
@@ -50,11 +51,14 @@ class CompressedTensorsConfig(EngineConfig):
         listed = config.get("config_groups")
         if not isinstance(listed, Mapping) or not listed:
             raise ValueError(f"quantization_config.config_groups: expected groups by name, got {listed!r:.80}")
-        groups = []
+        groups, notes = [], []
         for name, group in listed.items():
             what = f"config_groups.{name}"
             if not isinstance(group, Mapping):
                 raise ValueError(f"{what}: expected an object, got {group!r:.80}")
+            notes += unknown_keys(what, group, CT_GROUP)
+            for key in ("weights", "input_activations"):
+                notes += unknown_keys(f"{what}.{key}", _arguments(what, group, key) or {}, CT_ARGUMENTS)
             targets = names(f"{what}.targets", group.get("targets"))
             if not targets:
                 raise ValueError(f"{what}.targets: expected names of layers or classes, got none")
@@ -62,11 +66,13 @@ class CompressedTensorsConfig(EngineConfig):
                 if target.startswith("re:"):
                     expression(f"{what}.targets", target[3:])
             groups.append((targets, _group_spec(what, group, group.get("format") or config.get("format"))))
-        if (config.get("sparsity_config") or {}).get("format", "dense") not in ("dense", None):
-            sparse = unsupported(f"sparsity {config['sparsity_config']['format']}", "fpk reads no sparse weights")
+        sparsity = _arguments("quantization_config", config, "sparsity_config") or {}
+        if sparsity.get("format", "dense") not in ("dense", None):
+            sparse = unsupported(f"sparsity {sparsity['format']}", "fpk reads no sparse weights")
             groups = [(targets, sparse) for targets, _ in groups]
+        notes += [*transform_notes(config), *method_keys(config, cls.name)]
         skips = SkipList(names("quantization_config.ignore", config.get("ignore")), _entries, fused or {})
-        return cls(groups, skips, cache=_arguments("quantization_config", config, "kv_cache_scheme"))
+        return cls(groups, skips, notes, cache=_arguments("quantization_config", config, "kv_cache_scheme"))
 
     def cache_refusal(self) -> str:
         if self.cache is None:

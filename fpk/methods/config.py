@@ -6,8 +6,11 @@ from typing import Any
 import torch
 
 from fpk import methods
-from fpk.methods.base import Attention, Linear, LinearMethod, RoutedExperts, UnquantizedLinearMethod
+from fpk.methods._families import names
+from fpk.methods._known import expect_scale_format, method_keys
+from fpk.methods.base import Linear, LinearMethod, RoutedExperts, UnquantizedLinearMethod
 from fpk.methods.fp8 import Fp8LinearMethod
+from fpk.methods.holders import is_attention
 from fpk.methods.online import Fp8PerTensorOnlineLinearMethod
 from fpk.methods.skip import is_layer_skipped
 
@@ -32,7 +35,8 @@ class QuantizationConfig:
     """
 
     def __init__(self, ignored_layers: Iterable[str] | None = None) -> None:
-        self.ignored_layers = list(ignored_layers or [])
+        listed = ignored_layers if isinstance(ignored_layers, str) else list(ignored_layers or [])
+        self.ignored_layers = names("ignored_layers", listed)
         self.ignored_layers_match_mode = "exact"
         self.packed_modules_mapping: dict[str, list[str]] = {}
         self._matched: set[str] = set()
@@ -97,6 +101,8 @@ class Fp8Config(QuantizationConfig):
                 raise ValueError(
                     f"weight_block_size: expected None unless the checkpoint is FP8 already, got {weight_block_size}"
                 )
+            if not isinstance(weight_block_size, (list, tuple)):
+                raise ValueError(f"weight_block_size: expected [rows, columns], got {weight_block_size!r:.80}")
             if len(weight_block_size) != 2:
                 raise ValueError(
                     f"weight_block_size: expected 2 sizes (rows, columns), got {len(weight_block_size)}: "
@@ -106,8 +112,10 @@ class Fp8Config(QuantizationConfig):
                 raise ValueError(
                     f"weight_block_size: expected dynamic activations with block scales, got {activation_scheme!r}"
                 )
-            if min(weight_block_size) < 1:
+            if not all(type(n) is int and n > 0 for n in weight_block_size):
                 raise ValueError(f"weight_block_size: expected positive sizes, got {weight_block_size}")
+        if store_dtype not in (None, "mxfp4"):
+            raise ValueError(f"store_dtype: expected mxfp4 or None, got {store_dtype!r:.80}")
         self.is_checkpoint_fp8_serialized = is_checkpoint_fp8_serialized
         self.activation_scheme = activation_scheme
         self.weight_block_size = None if weight_block_size is None else list(weight_block_size)
@@ -146,6 +154,8 @@ class Fp8Config(QuantizationConfig):
             ValueError: `quant_method` or `activation_scheme` is missing, or a value does not fit.
         """
         quant_method = cls.get_from_keys(config, ["quant_method"])
+        if not isinstance(quant_method, str):
+            raise ValueError(f"quant_method: expected a name, got {quant_method!r:.80}")
         activation_scheme = cls.get_from_keys(config, ["activation_scheme"])
         made = cls(
             is_checkpoint_fp8_serialized="fp8" in quant_method,
@@ -154,7 +164,8 @@ class Fp8Config(QuantizationConfig):
             weight_block_size=config.get("weight_block_size"),
             store_dtype=config.get("store_dtype"),
         )
-        made.scale_fmt = config.get("scale_fmt")
+        made.scale_fmt = expect_scale_format("scale_fmt", config.get("scale_fmt"))
+        method_keys(config, "fp8")
         return made
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
@@ -169,7 +180,7 @@ class Fp8Config(QuantizationConfig):
             return self._linear_method(prefix)
         if isinstance(layer, RoutedExperts) or hasattr(layer, "moe_config"):
             return self._experts_method(layer, prefix)
-        if isinstance(layer, Attention):
+        if is_attention(layer):
             return _method("Fp8KVCacheMethod")(self)
         return None
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fpk.methods._families import Dialect, LayerSpec, dialect_of
+from fpk.methods._known import cache_told
 
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -73,7 +74,8 @@ class EngineConfig:
             ValueError: only some parts of a fused layer are skipped, or have another quantization than the others.
             NotImplementedError: fpk has no method for the layer's schemes, or for the KV cache's.
         """
-        from fpk.methods.base import Attention, Linear, RoutedExperts, UnquantizedLinearMethod
+        from fpk.methods.base import Linear, RoutedExperts, UnquantizedLinearMethod
+        from fpk.methods.holders import is_attention
         from fpk.methods.kv_cache import Fp8KVCacheMethod
 
         if isinstance(layer, Linear) or (hasattr(layer, "input_size") and hasattr(layer, "output_size")):
@@ -83,7 +85,7 @@ class EngineConfig:
             method = self.experts_method(layer, prefix)
             method.per_expert_input_scale |= self.per_expert_input_scale
             return method
-        if not isinstance(layer, Attention):
+        if not is_attention(layer):
             return None
         if told := self.cache_refusal():
             raise NotImplementedError(f"{prefix}: expected a KV cache of FP8 with a fixed scale a layer, got {told}")
@@ -230,8 +232,11 @@ class ModelOptConfig(EngineConfig):
 
     name = "modelopt"
 
-    def __init__(self, dialect: Dialect) -> None:
-        self._dialect = dialect
+    def __init__(self, dialect: Dialect, cache: str = "") -> None:
+        self._dialect, self._cache = dialect, cache
+
+    def cache_refusal(self) -> str:
+        return self._cache
 
     @property
     def dialect(self) -> Any:
@@ -244,7 +249,9 @@ class ModelOptConfig(EngineConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], fused: Mapping[str, Any] | None = None) -> "ModelOptConfig":
         """Read either form; errors as `dialect_of`."""
-        return cls(dialect_of({"quant_method": cls.name} | dict(config), fused))
+        dialect = dialect_of({"quant_method": cls.name} | dict(config), fused)
+        inner = config.get("quantization")
+        return cls(dialect, cache_told(config, [config, *([inner] if isinstance(inner, Mapping) else [])]))
 
 
 class Mxfp4Config(ModelOptConfig):

@@ -100,6 +100,11 @@ class RoutedExperts(Holder):
             setattr(self, name, value)
 
 
+def is_attention(layer: Any) -> bool:
+    """fpk's holder, or a layer of an engine that has a KV cache."""
+    return isinstance(layer, Attention) or (hasattr(layer, "num_kv_heads") and hasattr(layer, "kv_cache_dtype"))
+
+
 class Attention(Holder):
     """The KV cache side of an attention layer: its sizes, the cache's dtype, and the scales that a method adds."""
 

@@ -50,11 +50,11 @@ class OnlineConfig(QuantizationConfig):
         linear, moe: of either; go before `name`. A name, or {"weight": name}.
         ignore: layers that stay unquantized: names, or `re:` expressions that match from the start.
         rules: other schemes by layer: an exact name, a module that holds the layer, or a `re:` expression, to a name or
-            None (unquantized); the first that matches counts.
+            None (unquantized); the first that matches counts. A fused layer goes by its own name, else by its parts'.
 
     Raises:
-        ValueError: an unknown name, a scheme that a kind of layer does not have, none at all, or an activation that the
-            method would not honour.
+        ValueError: an unknown name, a scheme that a kind of layer does not have, none at all, an activation that the
+            method would not honour, or an expression that is none.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class OnlineConfig(QuantizationConfig):
         for pattern, rule in self.rules.items():
             if rule is not None and _key(rule) not in {**LINEAR, **EXPERTS}:
                 raise ValueError(f"OnlineConfig.rules[{pattern!r}]: expected a scheme's name or None, got {rule!r}")
+            _names(pattern, "")  # raises for what is no expression
 
     @classmethod
     def get_name(cls) -> str:
@@ -99,21 +100,46 @@ class OnlineConfig(QuantizationConfig):
         """The scheme of a layer, None for unquantized.
 
         Raises:
-            ValueError: a rule whose scheme this kind of layer does not have, or parts of a fused layer are ignored.
+            ValueError: a rule whose scheme this kind of layer does not have, or parts of a fused layer are ignored, or
+                go by different rules.
         """
         if self.is_skipped(prefix):
             return None
-        for pattern, rule in self.rules.items():
-            if _names(pattern, prefix):
-                self._matched.add(pattern)
-                if rule is None:
-                    return None
-                known = EXPERTS if experts else LINEAR
-                if _key(rule) not in known:
-                    kind = "experts" if experts else "linear layers"
-                    raise ValueError(f"{prefix}: expected one of {', '.join(known)} for {kind}, got {rule!r}")
-                return _key(rule)
-        return self.moe if experts else self.linear
+        pattern = self.rule_of(prefix)
+        if pattern is None:
+            return self.moe if experts else self.linear
+        rule = self.rules[pattern]
+        if rule is None:
+            return None
+        known = EXPERTS if experts else LINEAR
+        if _key(rule) not in known:
+            kind = "experts" if experts else "linear layers"
+            raise ValueError(f"{prefix}: expected one of {', '.join(known)} for {kind}, got {rule!r}")
+        return _key(rule)
+
+    def rule_of(self, prefix: str) -> str | None:
+        """The pattern of the rule that a layer goes by, None for none."""
+        pattern = self._first(prefix)
+        parent, _, projection = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(projection, [])
+        if pattern is not None or not parts:
+            return pattern
+        each = {part: self._first(f"{parent}.{part}" if parent else part) for part in parts}
+        rules = ["default" if p is None else str(self.rules[p]) for p in each.values()]
+        if len(set(rules)) > 1:
+            told = ", ".join(f"{part}: {rule}" for part, rule in zip(each, rules, strict=True))
+            raise ValueError(f"{prefix}: expected one rule for all parts of the fused layer, got {told}")
+        return next(iter(each.values()))
+
+    def _first(self, name: str) -> str | None:
+        pattern = next((p for p in self.rules if _names(p, name)), None)
+        if pattern is not None:
+            self._matched.add(pattern)
+        return pattern
+
+    def unmatched_layers(self) -> list[str]:
+        """Rules too that have matched no layer yet."""
+        return [e for e in [*self.ignored_layers, *self.rules] if e not in self._matched]
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer; None for layers that it does not concern, attention among them."""
@@ -153,12 +179,11 @@ class _Skips:
     def match(self, name: str) -> bool:
         if self.config.is_skipped(name):
             return True
-        hits = [p for p, rule in self.config.rules.items() if _names(p, name)]
-        self.config._matched.update(hits[:1])
-        return bool(hits) and self.config.rules[hits[0]] is None
+        pattern = self.config.rule_of(name)
+        return pattern is not None and self.config.rules[pattern] is None
 
     def unmatched(self) -> list[str]:
-        return [e for e in [*self.config.ignored_layers, *self.config.rules] if e not in self.config._matched]
+        return self.config.unmatched_layers()
 
 
 def _key(name: Any) -> str:

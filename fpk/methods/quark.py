@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fpk.methods._families import LayerSpec, SkipList, block_spec, inside, names, unsupported, wildcard
+from fpk.methods._known import QUARK_LAYER, QUARK_SPEC, algorithm_notes, method_keys, unknown_keys
 from fpk.methods.engine import PROJECTIONS, EngineConfig
 
 Spec = Mapping[str, Any]
@@ -59,11 +60,14 @@ class QuarkConfig(EngineConfig):
             for pattern, entry in layers.items():
                 if pattern == "*q_proj" or _names_group(pattern, group):
                     entry["output_tensors"] = None
+        every = _section(config, "global_quant_config")
+        types = dict(_section(config, "layer_type_quant_config", nested=True))
+        notes = algorithm_notes(config) + method_keys(config, cls.name)
+        for what, entry in {"global_quant_config": every, **layers, **types}.items():
+            notes += _notes(what, entry)
         return cls(
-            _section(config, "global_quant_config"), dict(layers),
-            dict(_section(config, "layer_type_quant_config", nested=True)), group, kv_spec,
-            str(export.get("pack_method", "reorder")),
-            SkipList(names("quantization_config.exclude", config.get("exclude")), _entries, fused or {}),
+            every, dict(layers), types, group, kv_spec, str(export.get("pack_method", "reorder")),
+            SkipList(names("quantization_config.exclude", config.get("exclude")), _entries, fused or {}), notes,
         )  # fmt: skip
 
     def layer_config(self, layer: str, class_name: str = "Linear") -> Spec:
@@ -260,6 +264,18 @@ def _parts(what: str, config: Spec, key: str) -> list[Spec]:
     if not isinstance(stages, Sequence) or not all(isinstance(s, Mapping) for s in stages):
         raise ValueError(f"{what}.{key}: expected an object or a list of them, got {found!r:.80}")
     return list(stages)
+
+
+def _notes(what: str, entry: Spec) -> list[str]:
+    """Keys of a layer's specs that fpk does not know, and a rule of scales that its activations do not follow."""
+    notes = unknown_keys(what, entry, QUARK_LAYER)
+    for key in ("weight", "input_tensors"):
+        for stage in _parts(what, entry, key):
+            notes += unknown_keys(f"{what}.{key}", stage, QUARK_SPEC)
+            rule = stage.get("scale_calculation_mode")
+            if key == "input_tensors" and rule not in (None, "even"):
+                notes.append(f"{what}.{key}.scale_calculation_mode: activations do not follow {rule!r:.80}")
+    return notes
 
 
 def _told(stages: list[Spec]) -> str:
