@@ -11,10 +11,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 from campaign_plan import PLAN
 
+from fpk import db
+from fpk.device import pretend
+from fpk.op import OPS
+from fpk.tune.arguments import outline
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "tests" / "bench"
 LAWS = [m for m in PLAN if m.dry[0] == "pytest"]
-WALKED = [m for m in PLAN if m not in LAWS]
+TABLES = [m for m in PLAN if m.table]
+WALKED = [m for m in PLAN if m not in LAWS + TABLES[1:]]
 
 
 SCRIPT = """
@@ -25,7 +31,7 @@ sys.path.insert(0, "tests/bench")
 import dry
 from campaign_plan import PLAN
 out = Path(sys.argv[1])
-well = dry.walk([m for m in PLAN if m.dry[0] != "pytest"], out)
+well = dry.walk([m for m in PLAN if m.name in sys.argv[2:]], out)
 wrong = [("no_option", ("dense", "--no-such")), ("fine", ("imports", "notebooks/5_model.py")), ("gone", ("no_module",))]
 broken = dry.walk([Measurement(name=name, dry=words) for name, words in wrong], out)
 sys.exit(well + 2 * broken)
@@ -34,7 +40,7 @@ sys.exit(well + 2 * broken)
 
 def test_every_command_gets_to_its_rows_and_a_broken_one_is_seen(tmp_path):
     env = {n: v for n, v in os.environ.items() if n not in ("TRITON_INTERPRET", "FPK_GATE")}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path), *(m.name for m in WALKED)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     said = done.stdout[-6000:] + done.stderr[-2000:]
     assert done.returncode == 2 and f"all {len(WALKED)} walked" in said and "2 of 3 fail: no_option, gone" in said, said
@@ -46,6 +52,17 @@ def test_every_command_gets_to_its_rows_and_a_broken_one_is_seen(tmp_path):
 def test_laws_that_are_planned_exist(measurement):
     paths = [w for w in measurement.dry[1:] if w.startswith("tests/")]
     assert paths and all((ROOT / path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("measurement", TABLES, ids=lambda m: m.name)
+def test_cases_of_tables_are_the_ops_own(measurement):
+    """And each is there once; look-ups know them, which a few are asked for."""
+    op, cases = OPS[measurement.table], [db.parse_case(c) for c in measurement.wanted.split(";")]
+    assert len({db.spell_case(c) for c in cases}) == len(cases)
+    few = cases[:: max(1, len(cases) // 3)]
+    with pretend("sm90"):
+        keys = {db.spell_case(op.key(**outline(op, case))) for case in few}
+    assert len(keys) == len(few)
 
 
 def test_the_plan_is_sound():

@@ -31,7 +31,7 @@ def cases(tokens: tuple[int, ...], layers: tuple[tuple[int, int], ...], more: tu
 
 
 def tables(name: str, op: str, wanted: str, seconds: float, fills: str) -> Measurement:
-    arguments, some = ("--ops", op, *TRIED), "; ".join(wanted.split("; ")[:: max(1, wanted.count(";"))])
+    arguments, some = ("--ops", op, *TRIED), wanted.rpartition("; ")[2]
     folders = ("--out", "{out}", "--state", "{scratch}/state/" + name)
     command = bench("tune", *arguments, "--cases", wanted, *folders, "--processes", "{jobs}")
     dry = ("tune", *arguments, "--cases", some, "--out", "{out}", "--state", "{out}/state", "--list")
@@ -140,7 +140,7 @@ PLAN = (
     Measurement(
         "soak", "five minutes of all ops on threads, streams and in graphs: trust.csv",
         ("{python}", "-W", "ignore", "-m", "trust.soak", "soak", "--seconds", "{seconds}", "--csv", "{out}/soak.csv"),
-        ("trust.soak", "soak", "--seconds", "4", "--csv", "{out}/soak.csv", "amax"),
+        ("trust.soak", "soak", "--seconds", "3", "--csv", "{out}/soak.csv", "amax"),
         300, 400, quiet=False, csv=f"{GPU}/trust.csv",
     ),
     Measurement(

@@ -28,6 +28,7 @@ from fpk.device import INTERPRETING, of
 
 FIELDS = ("what", "op", "us", "strides", "bound_us", "gpu", "cpu", "python", "torch", "triton", "date")
 HITS = {"scaled_mm": dict(M=64, N=4096, K=4096), "quantize_fp8_token": dict(M=16, K=4096)}
+RUNS, SHORT = 60, 40  # of launches, and how many are in one
 COLD = ("scaled_mm", "scaled_mm_group", "mm_weight_only", "quantize_fp8_token")
 TOKENS, COLUMNS, DEPTHS = (1, 3, 24, 77, 200, 900, 3000), (1536, 3072, 5120, 7680), (2304, 3584, 6144)
 
@@ -117,13 +118,13 @@ def launches(device: str) -> Iterator[tuple[str, str, float]]:
         def run(call: Callable[[], Any]) -> float:
             call()
             best = float("inf")
-            for _ in range(60):
+            for _ in range(RUNS):
                 if device == "cuda":
                     torch.cuda.synchronize()
                 start = time.perf_counter()
-                for _ in range(40):
+                for _ in range(SHORT):
                     call()
-                best = min(best, (time.perf_counter() - start) / 40)
+                best = min(best, (time.perf_counter() - start) / SHORT)
             return 1e6 * best
 
         launcher = op.reference if device == "cpu" and not INTERPRETING else op.launcher

@@ -61,19 +61,33 @@ def _one_answer(size: int, jobs: int, columns: Any, note: Callable[..., None]) -
     return {"0": [dict(equal=True, error=0.0)]}
 
 
-def _tiny_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+class _Tiny(torch.nn.Module):
+    """As much of a language model as a study asks for."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 64)
+        self.mlp = torch.nn.Module()
+        for name, out, into in (("gate", 256, 64), ("up", 256, 64), ("down", 64, 256)):
+            self.mlp.add_module(f"{name}_proj", torch.nn.Linear(into, out, bias=False))
+        self.mlp.forward = self.product
+        self.lm_head = torch.nn.Linear(64, 64, bias=False)
+
+    def product(self, x: Any) -> Any:
+        m = self.mlp
+        return m.down_proj(torch.nn.functional.silu(m.gate_proj(x)) * m.up_proj(x))
+
+    def forward(self, input_ids: Any, **_: Any) -> Any:
+        return types.SimpleNamespace(logits=self.lm_head(self.mlp(self.embed(input_ids))))
+
+
+def _tiny_model() -> Any:
     from fpk.study import measure, model, online, text
 
-    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=1,
-                         num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
-    llama = LlamaForCausalLM(config).bfloat16().requires_grad_(False)
-    tokens = torch.arange(16).view(1, 16)
-    words = text.Text(**{n: "" for n in text.Text.__dataclass_fields__} | dict(tokens=tokens))
-    subject = model.Subject("tiny", llama, lambda words: [0], "")
-    logits = llama(input_ids=tokens, use_cache=False).logits
-    return online.Baseline(subject, words, measure.perplexity(llama, tokens), logits)
+    tiny, tokens = _Tiny().bfloat16().requires_grad_(False), torch.arange(16).view(1, 16)
+    subject = model.Subject("tiny", tiny, lambda words: [0], "")
+    found = measure.perplexity(tiny, tokens)
+    return online.Baseline(subject, text.Text("", tokens, ""), found, tiny(tokens).logits)
 
 
 def _first_cases() -> list[Any]:
@@ -91,9 +105,10 @@ SMALL: dict[str, dict[str, Any]] = {
         DECODE=[("small", dict(H=1, group=2, D=32), 2, 64)], PREFILL=[("small", dict(H=1, group=2, D=32), 1, 32)],
         WRITE=[4], read_ceiling=lambda: 1e12,
     ),
-    "ep": dict(E=4, TOP_K=2, H=128, I=128, T=8, join=lambda *a, device, **k: fpk.parallel.join(*a, device=CPU, **k),
+    "ep": dict(E=4, TOP_K=2, H=128, I=128, T=4, CALLS=1, ROUNDS=1,
+               join=lambda *a, device, **k: fpk.parallel.join(*a, device=CPU, **k),
                bits=lambda t: torch.zeros(1)),  # a graph that replays nothing does not follow the routing
-    "dispatch": dict(
+    "dispatch": dict(RUNS=2, SHORT=2,
         fastest=lambda call, *_: _once(call), COLD=("quantize_fp8_token",), TOKENS=(1, 24), COLUMNS=(1536,),
         DEPTHS=(2304,), HITS={"quantize_fp8_token": dict(M=4, K=64)},
     ),

@@ -40,6 +40,7 @@ from fpk.parallel.exchange import combine, dispatch
 E, TOP_K, H, I = MODELS["deepseek_v3"]
 T = 4096
 ACT, SCHEME = "fp8_group128", "fp8_block128:fp8_group128"
+CALLS, ROUNDS = 8, 5  # of a timing
 EXCHANGES = (("gather", ACT), ("all_to_all", ACT), ("all_to_all", None))
 FIELDS = ("layer", "ranks", "tokens", "exchange", "payload", "part", "us", "speedup", "share", "error", "gpu", "torch",
           "triton", "date")  # fmt: skip
@@ -60,8 +61,9 @@ def routed(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     return OPS["route"](torch.randn((T, E), device="cuda", generator=generator), TOP_K)
 
 
-def timed(call: Callable[[], Any], group: Group, calls: int = 8, rounds: int = 5) -> float:
+def timed(call: Callable[[], Any], group: Group, rounds: int = 5) -> float:
     """Microseconds a call of the slowest rank."""
+    calls, rounds = CALLS, min(rounds, ROUNDS)
     found = []
     for _ in range(rounds + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
