@@ -1,6 +1,7 @@
 """`fpk inspect`, `fpk quantize`, `fpk dequantize`: quantized checkpoints on disk."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from fpk.methods._dense import Found
+    from fpk.methods._families import Dialect
+    from fpk.methods._stored_experts import StoredExperts
     from fpk.methods.checkpoint import Checkpoint
 
 inspect_app = typer.Typer(add_completion=False)
@@ -67,16 +70,18 @@ def describe(path: Path) -> dict[str, Any]:
     if checkpoint.quantization is None:
         found["family"] = "unknown: no config" if path.is_file() else "unquantized"
         return found
-    name, stored = _layers(checkpoint)
+    dialect, stored = _layers(checkpoint)
+    stacks = [layer for held in _stacks(dialect, stored).values() for layer in held.stacks.values()]
+    layers = [*stored.layers.values(), *stacks]
     found |= {
-        "family": name,
-        "quantized_bytes": sum(layer.nbytes for layer in stored.layers.values()),
+        "family": dialect.name,
+        "quantized_bytes": sum(layer.nbytes for layer in layers),
         "layers": [
             {
                 "name": layer.name, "scheme": str(layer.spec), "dtype": layer.weight.dtype,
                 "shape": list(layer.weight.shape), "bytes": layer.nbytes, "loads": not layer.spec.unsupported,
             }
-            for layer in stored.layers.values()
+            for layer in layers
         ],
         "kv_scales": [t.name for t in stored.kv_scales.values()],
         "notes": stored.notes,
@@ -84,14 +89,22 @@ def describe(path: Path) -> dict[str, Any]:
     return found
 
 
-def _layers(checkpoint: "Checkpoint") -> "tuple[str, Found]":
+def _layers(checkpoint: "Checkpoint") -> "tuple[Dialect, Found]":
     from fpk.methods._dense import find_layers
     from fpk.methods._families import dialect_of
 
     if checkpoint.quantization is None:
         raise ValueError(f"{checkpoint.path}: expected a quantized checkpoint, its config has no quantization_config")
     dialect = dialect_of(checkpoint.quantization)
-    return dialect.name, find_layers(checkpoint, dialect)
+    return dialect, find_layers(checkpoint, dialect)
+
+
+def _stacks(dialect: "Dialect", found: "Found") -> "dict[str, StoredExperts]":
+    """Experts that stand in stacks, taken out of `found`."""
+    from fpk.methods._stored_experts import take_experts
+
+    stacked = {name.rpartition(".")[0] for name in found.plain if name.endswith("_blocks")}
+    return take_experts(found, dialect.spec, stacked.__contains__)
 
 
 @quantize_app.command()
@@ -112,12 +125,18 @@ def quantize(
 
     import fpk
     from fpk.methods._families import LayerSpec
-    from fpk.methods._writing import check_specs
+    from fpk.methods._writing import check_specs, expect_new
+    from fpk.methods.checkpoint import Checkpoint
 
-    pair = fpk.parse_layer_scheme(scheme)
+    pair, most = fpk.parse_layer_scheme(scheme), _bytes(max_shard)  # what is wrong is told before the model is read
     check_specs(family, {"--scheme": LayerSpec(str(pair.weight), pair.activation_name if pair.activation else None)})
+    if pair.static:
+        raise ValueError(f"--scheme: expected dynamic activations, got {pair} (fpk.calibrate finds fixed scales)")
     if not (source / "config.json").is_file():
         raise ValueError(f"{source}: expected a model directory with config.json")
+    if any(source.glob("*.safetensors")) and (found := Checkpoint(source)).quantization is not None:
+        raise ValueError(f"{source}: expected an unquantized model, {found.quantization_source} says it is quantized")
+    expect_new(target)
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
@@ -126,7 +145,7 @@ def quantize(
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True).eval()
     with torch.inference_mode():
         report = fpk.quantize_(model, pair, ignore or ())
-    fpk.save_quantized(model, target, family, max_shard_bytes=int(max_shard * 1000**3))
+    fpk.save_quantized(model, target, family, max_shard_bytes=most)
     _copy_others(source, target)
     typer.echo(f"{len(report.changed)} layers as {pair} in {target} ({family})")
 
@@ -139,8 +158,14 @@ def dequantize(
     max_shard: Annotated[float, typer.Option(help="Gigabytes of a file at most.")] = 5.0,
 ) -> None:
     """Turn a quantized checkpoint into an unquantized one, layer by layer. Static activation scales are dropped."""
-    count = dequantize_checkpoint(source, target, dtype, int(max_shard * 1000**3))
+    count = dequantize_checkpoint(source, target, dtype, _bytes(max_shard))
     typer.echo(f"{count} layers in {dtype} in {target}")
+
+
+def _bytes(gigabytes: float) -> int:
+    if not 1 <= gigabytes * 1000**3 < math.inf:
+        raise ValueError(f"--max-shard: expected gigabytes, got {gigabytes}")
+    return int(gigabytes * 1000**3)
 
 
 def dequantize_checkpoint(source: Path, target: Path, dtype: str = "bfloat16", most: int = 5 * 1000**3) -> int:
@@ -153,6 +178,7 @@ def dequantize_checkpoint(source: Path, target: Path, dtype: str = "bfloat16", m
     import torch
 
     from fpk.methods._dense import check_layer, read_layer, refuse_codes
+    from fpk.methods._stored_experts import read_stack
     from fpk.methods._writing import ShardWriter, new_directory, write_json
     from fpk.methods.checkpoint import Checkpoint
 
@@ -160,7 +186,8 @@ def dequantize_checkpoint(source: Path, target: Path, dtype: str = "bfloat16", m
     if dtype not in dtypes:
         raise ValueError(f"--dtype: expected one of {', '.join(dtypes)}, got {dtype!r}")
     checkpoint = Checkpoint(source)
-    _, found = _layers(checkpoint)
+    dialect, found = _layers(checkpoint)
+    experts = _stacks(dialect, found)
     for layer in found.layers.values():
         check_layer(layer)
     for stored in found.plain.values():
@@ -172,12 +199,16 @@ def dequantize_checkpoint(source: Path, target: Path, dtype: str = "bfloat16", m
             shards.add(f"{layer.name}.weight", dense.weight.dequantize(dtypes[dtype]))
             if "bias" in layer.parts:
                 shards.add(layer.parts["bias"].name, checkpoint.read(layer.parts["bias"].name))
-        for name in found.plain:
+        for held in experts.values():
+            for role, layer in held.stacks.items():  # transformers has such stacks as (E, K, N)
+                values = read_stack(checkpoint, layer, torch.device("cpu")).dequantize(dtypes[dtype])
+                shards.add(f"{held.name}.{role}_proj", values.mT)
+        for name in [*found.plain, *(bias.name for held in experts.values() for bias in held.biases.values())]:
             shards.add(name, checkpoint.read(name))
         shards.close()
         write_json(made / "config.json", _without_quantization(checkpoint.config))
         _copy_others(checkpoint.path, made, but=("config.json", "hf_quant_config.json"))
-    return len(found.layers)
+    return len(found.layers) + sum(len(held.stacks) for held in experts.values())
 
 
 def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def calibrate(
     Args:
         model: unquantized; layers that are quantized already are passed over.
         batches: what the model takes: a tensor, a mapping of keyword arguments, or a tuple or list of positional ones.
-            Where a mapping has an "attention_mask" (B, T), activations (B, T, K) count only where it is not 0.
+            Where a mapping has an "attention_mask" (B, T), activations (B, T, K) and (B T, K) count only where it is
+            not 0.
         scheme: the layer scheme that the calibration is meant for, to be told beforehand if it needs none; None to
             leave that open.
         ignore, filter, lm_head: which layers, as for `quantize_`.
@@ -173,7 +174,8 @@ class _Observer:
     def _see(self, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         x = args[0] if args else kwargs["input"]
         rows = x.reshape(-1, x.shape[-1])
-        if self.mask is not None and self.mask.shape == x.shape[:-1]:
+        # layers of experts get (B T, K)
+        if self.mask is not None and x.shape[:-1] in (self.mask.shape, (self.mask.numel(),)):
             rows = rows[self.mask.reshape(-1) != 0]
         self.tokens += rows.shape[0]
         found, finite = amax(rows), rows.isfinite().any()

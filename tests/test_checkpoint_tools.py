@@ -180,3 +180,40 @@ def test_commands_refuse_before_they_work(tmp_path):
     (tmp_path / "q" / "mine").touch()
     done = run("dequantize", FIXTURES / "q_fp8", tmp_path / "q")
     assert done.exit_code == 1 and "empty directory" in done.stderr and [p.name for p in tmp_path.iterdir()] == ["q"]
+
+
+def test_stacked_experts_are_seen_and_dequantized(tmp_path):
+    """gpt-oss: the model that transformers makes of it is the one that was quantized."""
+    transformers = pytest.importorskip("transformers")
+    found = RUNNER.invoke(cli.app, ["inspect", str(FIXTURES / "gptoss_mx"), "--json"])
+    layers = json.loads(found.stdout)["layers"]
+    assert [layer["name"].rsplit(".", 1)[1] for layer in layers] == ["down_proj", "gate_up_proj"]
+    assert all(layer["scheme"] == "mxfp4:none" and layer["loads"] for layer in layers)
+    done = RUNNER.invoke(cli.app, ["dequantize", str(FIXTURES / "gptoss_mx"), str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    ids, models = torch.arange(32).view(2, 16), (tmp_path / "out", FIXTURES / "gptoss_bf16")
+    with torch.no_grad():
+        ours, source = (
+            transformers.AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32)(ids).logits for m in models
+        )
+    assert 0 < rel_error(ours, source) < 0.05
+
+
+def test_quantize_tells_what_is_wrong_before_it_reads_the_model(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", None)  # whoever reads a model fails otherwise
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "plain").touch()
+    llama, out = str(FIXTURES / "llama"), str(tmp_path / "out")
+    for arguments, told in (
+        ([llama, str(tmp_path / "full")], "expected a new or an empty directory"),
+        ([llama, str(tmp_path / "plain" / "out")], "expected a directory that can be written to"),
+        ([str(FIXTURES / "lc_FP8_llama"), out], "expected an unquantized model, config.json: quantization_config"),
+        ([llama, out, "--max-shard", "nan"], "--max-shard: expected gigabytes, got nan"),
+        ([llama, out, "--max-shard", "0"], "--max-shard: expected gigabytes, got 0"),
+        ([llama, out, "--scheme", "fp8_channel:fp8_tensor_static"], "--scheme: expected dynamic activations"),
+    ):
+        done = RUNNER.invoke(cli.app, ["quantize", "--scheme", "fp8_channel", *arguments])
+        assert done.exit_code == 1 and told in " ".join(done.stderr.split()), (arguments, done.output)
+    assert not (tmp_path / "out").exists()

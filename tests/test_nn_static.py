@@ -110,6 +110,8 @@ def test_masked_tokens_do_not_count(device):
     found = fpk.calibrate(model, [{"x": loud, "attention_mask": mask}], ignore=["spare"])
     assert found.layers["up"].amax == x[mask != 0].float().abs().max().item() and found.layers["up"].tokens == 7
     assert fpk.calibrate(model, [loud], ignore=["spare"]).layers["up"].amax == 1000.0
+    flat = {"x": loud.flatten(0, 1), "attention_mask": mask}  # as layers beside experts get it
+    assert fpk.calibrate(model, [flat], ignore=["spare"]).layers == found.layers
 
 
 def test_the_model_stays_as_it_was(device):

@@ -96,7 +96,7 @@ class StoredExperts:
             interleaved: rows of gate and up alternate in the model, as they do in stacks.
         """
         if self.stacks:
-            gate_up, down = (_read_stack(checkpoint, self.stacks[n], device) for n in ("gate_up", "down"))
+            gate_up, down = (read_stack(checkpoint, self.stacks[n], device) for n in ("gate_up", "down"))
             return Experts(gate_up, down, self.spec.activation, None, None)
         count = 1 + max(e for e, _ in self.one)
         read = {key: read_layer(checkpoint, layer, device) for key, layer in self.one.items()}
@@ -184,7 +184,7 @@ def _stack(parts: list[Dense]) -> Quantized:
     )  # fmt: skip
 
 
-def _read_stack(checkpoint: Checkpoint, layer: StoredLayer, device: torch.device) -> Quantized:
+def read_stack(checkpoint: Checkpoint, layer: StoredLayer, device: torch.device) -> Quantized:
     codes = checkpoint.read(layer.weight.name).flatten(2).to(device, copy=True)
     stored, scheme = layer.parts["weight_scale"], scheme_of(layer.spec.weight)
     scale = checkpoint.read(stored.name).to(device, copy=True)

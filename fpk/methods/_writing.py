@@ -256,16 +256,24 @@ def _quark_spec(name: str, is_input: bool) -> Any:
     }  # fmt: skip
 
 
+def expect_new(target: Path) -> None:
+    """Raise ValueError unless `target` is free, or an empty directory."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"{target}: expected a new or an empty directory")
+    above = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{target}: expected a directory that can be written to, {above} cannot")
+
+
 @contextlib.contextmanager
 def new_directory(target: str | Path) -> Iterator[Path]:
     """A directory to write into, that becomes `target` when the block ends well and vanishes when it does not.
 
     Raises:
-        ValueError: target exists and is not an empty directory.
+        ValueError: target exists and is not an empty directory, or cannot be made.
     """
     target = Path(target)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"{target}: expected a new or an empty directory")
+    expect_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
