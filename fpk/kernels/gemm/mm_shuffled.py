@@ -269,14 +269,18 @@ def mm_shuffled(
     stride_sa = 0 if scale_a is None or scale_a.shape[0] == 1 else scale_a.stride(0)
     made = constants(format, "bf16" if scale_a is None else "fp8")
     if config.pop("kernel") == "plain":
+        wide = out
+        if N == 1:  # triton makes a constant of a 1, which the kernel cannot take: a second row that nobody asked for
+            row_scale, bias = (t if t is None else torch.cat([t, t]) for t in (row_scale, bias))
+            wide = torch.empty((M, 2), dtype=out_dtype, device=a.device)
         tiles = triton.cdiv(M, config["BLOCK_M"]) * units_n
         del config["BLOCK_N"], config["BLOCK_K"]
         _plain_kernel[(tiles,)](
-            a if scale_a is None else a.view(torch.uint8), packed, row_scale, scale_a, bias, out,
-            M, N, K, units_k, a.stride(0), out.stride(0), stride_sa, REBIAS={"e3m2": 124}.get(made["FORMAT"], 126),
-            **made, **config,
+            a if scale_a is None else a.view(torch.uint8), packed, row_scale, scale_a, bias, wide,
+            M, wide.shape[1], K, units_k, a.stride(0), wide.stride(0), stride_sa,
+            REBIAS={"e3m2": 124}.get(made["FORMAT"], 126), **made, **config,
         )  # fmt: skip
-        return out
+        return out if wide is out else wide[:, :1].contiguous()
     device, per_sm, even = of(a.device), config.pop("PER_SM"), config.pop("SPLIT_K") == 0
     block, rows, units = config["BLOCK_M"], config.pop("BLOCK_N") // ROWS, config.pop("BLOCK_K") // COLUMNS
     columns, tiles, steps = triton.cdiv(M, block), triton.cdiv(units_n, rows), triton.cdiv(units_k, units)

@@ -5,6 +5,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fpk.db import Config
 from fpk.kernels._activation import activate
 from fpk.kernels._tile import after_previous
 
@@ -139,3 +140,16 @@ def _put(out_ptr, sums, at_m, stop_m, at_n, N, stride_om, ACT: gl.constexpr):
     offs_n = at_n + gl.arange(0, piece.shape[1], layout=gl.SliceLayout(0, KEPT))
     ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
     gl.store(ptrs, piece, mask=(offs_m < stop_m)[:, None] & (offs_n < N)[None, :])
+
+
+def registers(config: Config) -> dict[str, int]:
+    """Registers of a thread, by what it does: those of a program that shares its SM are capped at the launch."""
+    rows, per_sm = config["ROWS"], config["PER_SM"]
+    if rows == 1:
+        return dict(CONSUMER=0, PRODUCER=24, maxnreg={6: 40, 5: 48, 4: 64, 3: 80}.get(per_sm, 120))
+    if per_sm > 1:
+        return {
+            (2, 2): dict(CONSUMER=104, PRODUCER=32, maxnreg=80), (2, 3): dict(CONSUMER=72, PRODUCER=24, maxnreg=56),
+            (3, 2): dict(CONSUMER=72, PRODUCER=40, maxnreg=64),
+        }[rows, per_sm]  # fmt: skip
+    return dict(CONSUMER={2: 232, 3: 152, 4: 104}[rows], PRODUCER={2: 40, 3: 32, 4: 40}[rows])

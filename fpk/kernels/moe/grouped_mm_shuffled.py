@@ -38,7 +38,7 @@ from fpk.kernels.gemm._gluon_units import flat_descriptor
 from fpk.kernels.gemm._operands import decode_codes
 from fpk.kernels.gemm._tickets import tickets
 from fpk.kernels.gemm._unit_assembly import assembly
-from fpk.kernels.moe._expert_tiles import expert_schedule_kernel
+from fpk.kernels.moe._expert_tiles import expert_schedule_kernel, registers
 from fpk.kernels.moe._gluon_expert_units import expert_units_kernel
 from fpk.kernels.moe._grouped import expert_bins, expert_of_rows, expert_tile, fits_row_descriptor, grid, store_zeros
 from fpk.kernels.moe._rows import row_ends
@@ -140,7 +140,7 @@ def _plain_kernel(
     expert, end, first, row = expert_tile(offs_ptr, R, E, tl.cdiv(N, 64), BLOCK_E, BLOCK_M)
     if expert < E:
         e = expert.to(tl.int64)
-        units = tl.cdiv(N, 64).to(tl.int64) * units_k
+        units = units_k.to(tl.int64) * tl.cdiv(N, 64)  # triton makes a constant of an N of 1, not of units_k
         planes = packed_ptr + e * lines * 256
         offs_m = first.to(tl.int64) + tl.arange(0, BLOCK_M)
         offs_n = row.to(tl.int64) * 64 + tl.arange(0, 64)
@@ -225,19 +225,6 @@ def _space(rows: int):
         ):  # fmt: skip
             if rows <= 2 * m <= max(32, 8 * rows) and (per_sm == 1 or m <= 48):
                 yield from (_warps(m, box, height, units, stages, per_sm, split) for split in (m <= 16, False))
-
-
-def registers(config: Config) -> dict[str, int]:
-    """Registers of a thread, by what it does: those of a program that shares its SM are capped at the launch."""
-    rows, per_sm = config["ROWS"], config["PER_SM"]
-    if rows == 1:
-        return dict(CONSUMER=0, PRODUCER=24, maxnreg={6: 40, 5: 48, 4: 64, 3: 80}.get(per_sm, 120))
-    if per_sm > 1:
-        return {
-            (2, 2): dict(CONSUMER=104, PRODUCER=32, maxnreg=80), (2, 3): dict(CONSUMER=72, PRODUCER=24, maxnreg=56),
-            (3, 2): dict(CONSUMER=72, PRODUCER=40, maxnreg=64),
-        }[rows, per_sm]  # fmt: skip
-    return dict(CONSUMER={2: 232, 3: 152, 4: 104}[rows], PRODUCER={2: 40, 3: 32, 4: 40}[rows])
 
 
 def legal(
