@@ -77,16 +77,22 @@ def look_up({signature}):{quick}
     return config
 
 def run({signature}):
-    return op._execute(dict({named}), look_up({", ".join(parameters)}), {f"{first}.device" if first else "None"})
+    try:
+        config = look_up({", ".join(parameters)})
+    except AttributeError:  # None passes for a tensor as far as here
+        refuse_none(op.name, dict({", ".join(f"{n}={n}" for n in required)}))
+        raise
+    return op._execute(dict({named}), config, {f"{first}.device" if first else "None"})
 
 def call({signature}):{passed if not op.mutates else ""}
     return op.torch_op({", ".join(parameters)})
 """
     names: dict[str, Any] = {
         "op": op, "memo": op._memo, "defaults": op._defaults, "pretended": pretended, "active": db.active,
-        "scope": scope.get, "grad_enabled": torch.is_grad_enabled, "refuse_grad": refuse_grad, "guard": _guard,
-        "dispatch_modes": torch._C._len_torch_dispatch_stack, "function_modes": torch._C._len_torch_function_stack,
-        "profiled": torch.autograd._profiler_enabled, "traced": torch._C._get_tracing_state,
+        "scope": scope.get, "grad_enabled": torch.is_grad_enabled, "refuse_grad": refuse_grad,
+        "refuse_none": refuse_none, "guard": _guard, "dispatch_modes": torch._C._len_torch_dispatch_stack,
+        "function_modes": torch._C._len_torch_function_stack, "profiled": torch.autograd._profiler_enabled,
+        "traced": torch._C._get_tracing_state,
     }  # fmt: skip
     exec(compile(source, f"<dispatch of {op.name}>", "exec"), names)
     names["call"].__name__ = names["call"].__qualname__ = op.name  # what a TypeError shows
@@ -136,6 +142,13 @@ def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     """A check that as many tensors have these types, dtypes, devices, shapes, strides and requires_grad."""
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]  # None would mean: any
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def refuse_none(name: str, required: dict[str, Any]) -> None:
+    """Raise ValueError for an argument that has to be a tensor and is None."""
+    for argument, value in required.items():
+        if value is None:
+            raise ValueError(f"{name}.{argument}: expected a tensor, got None")
 
 
 def refuse_grad(name: str, bound: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from torch import Tensor
 from fpk.device import of
 
 FLOAT_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+GRID_Y = 65_535
+"""Programs along the second axis of a grid on NVIDIA GPUs, at most."""
 
 
 def _spell(shape: Iterable[int]) -> str:
@@ -22,9 +24,12 @@ def expect_shape(what: str, tensor: Tensor, *allowed: tuple[int, ...]) -> None:
 
 
 def expect_rank(what: str, tensor: Tensor, *allowed: int) -> None:
+    """Raise ValueError for another number of dimensions; 2 or 3 is a matrix or a stack, along a grid's second axis."""
     if tensor.dim() not in allowed:
         ranks = " or ".join(map(str, allowed))
         raise ValueError(f"{what}: expected {ranks} dimensions, got shape {_spell(tensor.shape)}")
+    if allowed == (2, 3) and tensor.dim() == 3 and tensor.shape[0] > GRID_Y:
+        raise ValueError(f"{what}: expected at most {GRID_Y} matrices, got shape {_spell(tensor.shape)}")
 
 
 def expect_dtype(what: str, tensor: Tensor, *allowed: torch.dtype) -> None:
@@ -45,9 +50,9 @@ def expect_one_of(what: str, got: object, allowed: Iterable[object]) -> None:
         raise ValueError(f"{what}: expected one of {', '.join(map(_dtype, values))}, got {_dtype(got)}")
 
 
-def expect_granularity(what: str, rows: int, cols: int) -> None:
-    """Elements that share a scale: a positive number along each dimension, or -1 for all of them."""
-    for name, value in (("rows", rows), ("cols", cols)):
+def expect_granularity(what: str, **elements: int) -> None:
+    """Elements that share a scale, by argument: a positive number along each dimension, or -1 for all of them."""
+    for name, value in elements.items():
         if value != -1 and value < 1:
             raise ValueError(f"{what}.{name}: expected a positive number or -1 (the full extent), got {value}")
 
@@ -70,10 +75,19 @@ def expect_near(what: str, tensor: Tensor) -> None:
         )
 
 
-def expect_slots(what: str, tensor: Tensor, slots: int) -> None:
-    """Kernels number the rows of experts in int32."""
-    if slots >= 2**31:
-        raise ValueError(f"{what}: expected fewer than 2^31 slots, got {slots} by shape {_spell(tensor.shape)}")
+def expect_own_places(what: str, tensor: Tensor) -> None:
+    """What is written in place must not be expanded: its elements would overwrite one another."""
+    if tensor.numel() > 1 and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{what}: expected a place for every element, got strides {_spell(tensor.stride())} for shape "
+            f"{_spell(tensor.shape)}"
+        )
+
+
+def expect_slots(what: str, tensor: Tensor, slots: int, most: int = 2**31 - 1) -> None:
+    """Kernels number the rows of experts in int32; some have a program for each along a grid's second axis."""
+    if slots > most:
+        raise ValueError(f"{what}: expected at most {most} slots, got {slots} by shape {_spell(tensor.shape)}")
 
 
 def expect_not_empty(what: str, tensor: Tensor, dim: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fpk import db
 from fpk._dispatch import dispatcher, refuse_grad
 from fpk._space import Space
-from fpk.check import expect_inner_contiguous, expect_near, expect_same_device
+from fpk.check import expect_inner_contiguous, expect_near, expect_own_places, expect_same_device
 from fpk.db import Config
 from fpk.device import INTERPRETING, Device, of
 
@@ -189,6 +189,8 @@ class Op(Generic[P, R]):
                 expect_inner_contiguous(f"{self.name}.{name}", value)
             elif isinstance(value, Tensor) and name.startswith(("scale", "zero_point")):
                 expect_near(f"{self.name}.{name}", value)
+            if isinstance(value, Tensor) and name in self.mutates:
+                expect_own_places(f"{self.name}.{name}", value)
 
     def _choose(self, bound: dict[str, Any]) -> Config:
         device = self._device(bound)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import expect_dtype, expect_shape
+from fpk.check import GRID_Y, expect_dtype, expect_rank, expect_shape
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.formats import E4M3FN, FP8
@@ -70,6 +70,7 @@ def check(
 ) -> None:  # fmt: skip
     name = "attention_prefill"
     check_attention(name, q, key_cache, value_cache, softmax_scale, q_scale, p_scale, out_dtype)
+    expect_rank(f"{name}.block_table", block_table, 2)
     check_table(name, block_table.shape[0], block_table, seq_lens)
     check_scales(name, key_cache, **scales)
     expect_shape(f"{name}.query_starts", query_starts, (block_table.shape[0] + 1,))
@@ -179,10 +180,15 @@ def configs(q: Tensor, key_cache: Tensor, key_scales: Tensor | None, **_: Any):
         yield Config(BLOCK_M=max(least, rows), BLOCK_N=n, num_warps=warps, num_stages=stages)
 
 
-def legal(config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, **_: Any) -> bool:
+def legal(
+    config: Config, device: Device, q: Tensor, key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, **_: Any
+) -> bool:
     width = sum(tile_widths(q.shape[-1], value_cache.shape[-1]))
     tokens, rows = config["BLOCK_N"], config["BLOCK_M"]
-    if rows < max(16, triton.cdiv(q.shape[1], max(key_cache.shape[2], 1))):  # all heads of a token, one tile
+    group = triton.cdiv(q.shape[1], max(key_cache.shape[2], 1))
+    if rows < max(16, group):  # all heads of a token, one tile
+        return False
+    if triton.cdiv(q.shape[0], rows // group) + seq_lens.shape[0] > GRID_Y:
         return False
     buffers = config["num_stages"] - 1 if device.vendor == "amd" else config["num_stages"] // 2
     loaded = tokens * width * key_cache.element_size() * max(1, buffers)

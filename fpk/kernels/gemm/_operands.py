@@ -110,7 +110,9 @@ def expect_operand(
         raise ValueError(f"{what}.{side}: expected whole groups of 3 bytes, got shape {tuple(codes.shape)}")
     lead, rows, K = tuple(codes.shape[:-2]), codes.shape[-2], this.columns(codes)
     types = {"e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn, torch.uint8)}.get(this.scale, (torch.float32,))
-    if format == "fp8":
+    if this.group < 0:  # goes onto sums, as it is
+        types = (torch.float32,)
+    elif format == "fp8":
         types = (torch.float32, torch.uint8)
     expect_dtype(f"{what}.scale_{side}", scale, *types)
     if this.group < 0:
@@ -125,6 +127,13 @@ def expect_operand(
             raise ValueError(f"{what}.zero_point_{side}: expected None for format {format!r}, got a tensor")
         expect_dtype(f"{what}.zero_point_{side}", zero_point, torch.int32)
         expect_shape(f"{what}.zero_point_{side}", zero_point, tuple(scale.shape))
+
+
+def expect_as_wide(what: str, a: Tensor, left: Operand, b: Tensor, right: Operand) -> None:
+    """Raise ValueError unless rows of both operands hold as many values: bytes may be equal where values are not."""
+    K, width = left.columns(a), right.columns(b)
+    if width != K:
+        raise ValueError(f"{what}.b: expected rows of {K} values, as a has them, got {width} by shape {tuple(b.shape)}")
 
 
 def exact_in(compute: str, a: Operand, b: Operand, device: Device) -> bool:

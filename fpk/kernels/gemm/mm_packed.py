@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpk.check import FLOAT_INPUTS, expect_bias, expect_not_empty, expect_one_of, expect_rank, expect_shape
+from fpk.check import FLOAT_INPUTS, expect_bias, expect_not_empty, expect_one_of, expect_rank
 from fpk.db import Config, bucket
 from fpk.device import Device, of
 from fpk.kernels._tile import tile_of
@@ -36,6 +36,7 @@ from fpk.kernels.gemm._operands import (
     as_bytes,
     columns_of,
     constants,
+    expect_as_wide,
     expect_operand,
     operands,
     packed_sum,
@@ -80,8 +81,7 @@ def check(
     expect_operand("mm_packed", "a", a, scale_a, format_a, global_scale_a, None, group_a)
     expect_operand("mm_packed", "b", b, scale_b, format_b, global_scale_b, zero_point_b, group_b)
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
-    width = left.columns(a) * right.bits // 8
-    expect_shape("mm_packed.b", b, (b.shape[0], width))
+    expect_as_wide("mm_packed", a, left, b, right)
     expect_one_of("mm_packed.out_dtype", out_dtype, FLOAT_INPUTS)
     expect_bias("mm_packed.bias", bias, b.shape[0])
 
@@ -263,7 +263,7 @@ def mm_packed(
         global_scale_b: fp32 (1, 1) or (N, 1), with "nvfp4" only: a multiplier.
         zero_point_b: int32 of scale_b's shape, or None, with "int4" only: value = (code - zero_point) * scale.
         group_b: columns that share a scale of "int4", a multiple of 16, or -1 for all; other formats have their own.
-        scale_a: like scale_b; None for "none"; fp32 or uint8 for "fp8", (M, 1) or (1, 1) for group_a -1.
+        scale_a: like scale_b; None for "none"; of "fp8" fp32, or uint8 with a group_a; (M, 1) or (1, 1) for group_a -1.
         format_a: "none", "fp8", "int8", an MX format or "nvfp4".
         global_scale_a: fp32 (1, 1) or (M, 1), with "nvfp4" only.
         group_a: columns that share a scale of "fp8" or "int8", a multiple of 16, or -1 for all.

@@ -85,7 +85,7 @@ def check(
     expect_shape("mm_weight_only.b", b, (N, a.shape[1]))
     for name, tensor in (("a", a), ("b", b)):
         expect_inner_contiguous(f"mm_weight_only.{name}", tensor)
-    expect_granularity("mm_weight_only", rows, cols)
+    expect_granularity("mm_weight_only", rows=rows, cols=cols)
     expect_shape("mm_weight_only.scale_b", scale_b, Granularity("", rows, cols).scale_shape(b.shape))
     expect_dtype("mm_weight_only.scale_b", scale_b, torch.float32, torch.uint8)
     if out_dtype is not None:

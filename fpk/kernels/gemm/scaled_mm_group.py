@@ -10,7 +10,7 @@ summed by the matrix unit and scaled in fp32. Scales that do not change along K:
 
 Kernels: `tile`, K in steps that lie inside one group and block; `split`, K also divided over programs, with an ordered
 reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segment`, steps of any length; `warps`,
-`turns`, `pairs` and `joint` (sm90, Gluon; _group_hopper), some warps load and others multiply and scale.
+`turns` and `joint` (sm90, Gluon; _group_hopper), some warps load and others multiply and scale.
 
 Source: the block-scaled FP8 recipe of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -95,7 +95,7 @@ def check(
         expect_inner_contiguous(f"scaled_mm_group.{name}", tensor)
     if group < 1:
         raise ValueError(f"scaled_mm_group.group: expected a positive number, got {group}")
-    expect_granularity("scaled_mm_group (block_rows, block_cols)", block_rows, block_cols)
+    expect_granularity("scaled_mm_group", block_rows=block_rows, block_cols=block_cols)
     for name, offset, extent in (("offset_n", offset_n, block_rows), ("offset_k", offset_k, block_cols)):
         if not 0 <= offset < max(extent, 1):
             raise ValueError(
@@ -252,9 +252,7 @@ def legal(
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
         return False
     if config["kernel"] in KERNELS:
-        return legal_on_hopper(
-            config, device, a, b, scale_a, scale_b, group, block_rows, block_cols, offset_n, offset_k, out_dtype
-        )  # fmt: skip
+        return legal_on_hopper(config, device, a, b, scale_a, scale_b, block_rows, offset_n, out_dtype)
     if config["kernel"] == "persistent" and not fits_descriptors(a, b):
         return False
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages_held(config, device) + 2048

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fpk.check import (
     FLOAT_INPUTS,
+    GRID_Y,
     expect_dtype,
     expect_fp8_matmul,
     expect_inner_contiguous,
@@ -97,7 +98,7 @@ def expect_few(
         expect_not_empty(f"{what}.b", w, dim)
     expect_not_empty(f"{what}.ids", ids, 1)
     expect_dtype(f"{what}.ids", ids, torch.int32, torch.int64)
-    expect_slots(f"{what}.ids", ids, ids.shape[0] * ids.shape[1])
+    expect_slots(f"{what}.ids", ids, ids.shape[0] * ids.shape[1], GRID_Y)
     expect_near(f"{what}.ids", ids)
     for name, tensor in (("a", a), ("b", w)):
         expect_inner_contiguous(f"{what}.{name}", tensor)

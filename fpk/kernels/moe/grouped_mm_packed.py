@@ -32,6 +32,7 @@ from fpk.kernels.gemm._operands import (
     as_bytes,
     columns_of,
     constants,
+    expect_as_wide,
     expect_operand,
     operands,
     packed_sum,
@@ -84,8 +85,7 @@ def check(
     expect_operand("grouped_mm_packed", "b", b, scale_b, format_b, global_scale_b, zero_point_b, group_b)
     E, N, _width = b.shape
     left, right = operands(a, scale_a, format_a, group_a, b, scale_b, format_b, group_b)
-    width = left.columns(a) * right.bits // 8
-    expect_shape("grouped_mm_packed.b", b, (E, N, width))
+    expect_as_wide("grouped_mm_packed", a, left, b, right)
     expect_shape("grouped_mm_packed.offs", offs, (E,))
     expect_dtype("grouped_mm_packed.offs", offs, torch.int32)
     expect_one_of("grouped_mm_packed.out_dtype", out_dtype, FLOAT_INPUTS)

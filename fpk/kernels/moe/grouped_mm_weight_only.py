@@ -75,7 +75,7 @@ def check(
     expect_dtype("grouped_mm_weight_only.b", b, *FP8, torch.int8)
     expect_grouped("grouped_mm_weight_only", a, b, offs, bias, out_dtype or a.dtype)
     expect_gather("grouped_mm_weight_only", a, gather, top_k)
-    expect_granularity("grouped_mm_weight_only", rows, cols)
+    expect_granularity("grouped_mm_weight_only", rows=rows, cols=cols)
     shape = Granularity("", rows, cols).scale_shape(tuple(b.shape))
     expect_shape("grouped_mm_weight_only.scale_b", scale_b, shape)
     expect_dtype("grouped_mm_weight_only.scale_b", scale_b, torch.float32, torch.uint8)

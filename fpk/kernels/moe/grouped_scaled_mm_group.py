@@ -86,7 +86,7 @@ def check(
     expect_grouped("grouped_scaled_mm_group", a, b, offs, bias, out_dtype)
     if group < 1:
         raise ValueError(f"grouped_scaled_mm_group.group: expected a positive number, got {group}")
-    expect_granularity("grouped_scaled_mm_group (block_rows, block_cols)", block_rows, block_cols)
+    expect_granularity("grouped_scaled_mm_group", block_rows=block_rows, block_cols=block_cols)
     (R, K), blocks = a.shape, Granularity("", block_rows, block_cols)
     expect_shape("grouped_scaled_mm_group.scale_a", scale_a, (R, triton.cdiv(K, group)))
     expect_shape("grouped_scaled_mm_group.scale_b", scale_b, blocks.scale_shape(tuple(b.shape)))

@@ -38,7 +38,7 @@ def check(
 ) -> None:
     expect_dtype("dequantize.codes", codes, *FP8, torch.int8)
     expect_rank("dequantize.codes", codes, 2, 3)
-    expect_granularity("dequantize", rows, cols)
+    expect_granularity("dequantize", rows=rows, cols=cols)
     expect_shape("dequantize.scale", scale, Granularity("", rows, cols).scale_shape(codes.shape))
     expect_dtype("dequantize.scale", scale, torch.float32, torch.uint8)
     expect_one_of("dequantize.out_dtype", out_dtype, FLOAT_INPUTS)

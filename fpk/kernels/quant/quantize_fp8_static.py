@@ -35,7 +35,7 @@ def check(x: Tensor, scale: Tensor, rows: int, cols: int, dtype: torch.dtype, **
     expect_dtype("quantize_fp8_static.x", x, *FLOAT_INPUTS)
     expect_rank("quantize_fp8_static.x", x, 2, 3)
     expect_one_of("quantize_fp8_static.dtype", dtype, FP8)
-    expect_granularity("quantize_fp8_static", rows, cols)
+    expect_granularity("quantize_fp8_static", rows=rows, cols=cols)
     expect_shape("quantize_fp8_static.scale", scale, Granularity("", rows, cols).scale_shape(x.shape))
     expect_dtype("quantize_fp8_static.scale", scale, torch.float32)
 

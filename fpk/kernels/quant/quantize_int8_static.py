@@ -39,7 +39,7 @@ def reference(
 def check(x: Tensor, scale: Tensor, zero_point: Tensor | None, rows: int, cols: int, qmin: int, **_: Any) -> None:
     expect_dtype("quantize_int8_static.x", x, *FLOAT_INPUTS)
     expect_rank("quantize_int8_static.x", x, 2, 3)
-    expect_granularity("quantize_int8_static", rows, cols)
+    expect_granularity("quantize_int8_static", rows=rows, cols=cols)
     shape = Granularity("", rows, cols).scale_shape(x.shape)
     expect_shape("quantize_int8_static.scale", scale, shape)
     expect_dtype("quantize_int8_static.scale", scale, torch.float32)
