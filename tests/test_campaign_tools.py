@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import fold
 import gpu_laws
+import pytest
 import tune
 from warm import warm
 
@@ -111,3 +112,24 @@ def test_compiling_ahead_needs_no_gpu_and_fills_the_cache(tmp_path, monkeypatch,
     with pretend("sm90"):
         assert warm([(OP, dict(M=16, K=512)), (OP, dict(M=32, K=512))], 2) == 1
     assert "1 of 1 launches compiled" in capsys.readouterr().out and list(tmp_path.rglob("*.cubin"))
+
+
+LAYER = """
+import sys
+sys.path.insert(0, "tests/bench")
+import moe
+from fpk.tune.lint import device_of
+from fpk.device import pretend
+sys.argv = ["moe.py", "--csv", "-", "--only-compile", "--models", "deepseek_v3_tp8", "--schemes",
+            "fp8_block128:fp8_group128", "--tokens", "16"]
+with pretend(device_of("nv-h200-sm90-132")):
+    moe.main()
+"""
+
+
+@pytest.mark.slow
+def test_layers_of_experts_compile_ahead_without_a_gpu(tmp_path):
+    done = run("-W", "ignore", "-c", LAYER, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="")
+    assert done.returncode == 0 and "Error" not in done.stdout, done.stdout + done.stderr[-2000:]
+    names = {f.stem for f in tmp_path.rglob("*.cubin")}
+    assert {"_route_kernel", "_permute_kernel", "_grouped_kernel", "_unpermute_kernel"} <= names

@@ -140,7 +140,7 @@ class Campaign:
             job.stop(False)
             with contextlib.suppress(BrokenPipeError):  # it died meanwhile
                 os.write(job.answers, f"go {seconds - 1:.1f}\n".encode())
-            job.waited = now - job.asked
+            job.waited = max(0.0, now - job.asked)
             self.say(f"{job.plan.name}: measures")
         else:
             self.start(job)

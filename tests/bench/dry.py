@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import seeming
 import torch
-from torch.overrides import TorchFunctionMode
+from seeming import CPU
 
 import fpk.device
 import fpk.kernels
@@ -38,7 +39,6 @@ from fpk.op import Op
 
 HERE = Path(__file__).resolve().parent
 ROOT = str(HERE.parents[1])
-CPU = torch.device("cpu")
 
 
 def _once(call: Any) -> float:
@@ -126,85 +126,16 @@ def _reference(op: Any, bound: dict[str, Any], config: Any, device: Any = None) 
     return op.reference(**bound)
 
 
-class _OnCPU(TorchFunctionMode):
-    """Whatever is asked of a GPU is done on the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = [_there(a) for a in args], {n: _there(v) for n, v in (kwargs or {}).items()}
-        if function is torch.device:
-            return CPU if args[:1] == [CPU] else function(*args, **kwargs)
-        if getattr(function, "__name__", "") == "cuda":
-            return args[0]
-        return function(*args, **kwargs)
-
-
-def _there(value: Any) -> Any:
-    is_gpu = (isinstance(value, torch.device) and value.type == "cuda") or (
-        isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
-    )
-    return CPU if is_gpu else value
-
-
-class _Event:
-    def __init__(self, **_: Any) -> None:
-        self.at = 0.0
-
-    def record(self, *_: Any) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: "_Event") -> float:
-        return max(1e3 * (end.at - self.at), 1e-3)
-
-
-class _Graph:
-    def replay(self) -> None:
-        pass
-
-
-class _Stream:
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    synchronize = query = lambda self: None
-
-
-def _context(*_: Any, **__: Any) -> Any:
-    return contextlib.nullcontext()
-
-
-_GENERATOR = torch.Generator
-
-
-class _Generator(torch.Generator):
-    def __new__(cls, device: Any = "cpu") -> Any:
-        return _GENERATOR(_there(device))
-
-
-FAKES: dict[str, Any] = {
-    "Event": _Event, "CUDAGraph": _Graph, "Stream": _Stream, "graph": _context, "stream": _context, "device": _context,
-    "current_stream": lambda *_: _Stream(), "synchronize": lambda *_: None, "empty_cache": lambda: None,
-    "set_device": lambda *_: None, "max_memory_allocated": lambda *_: 2e6, "memory_allocated": lambda *_: 1e6,
-    "reset_peak_memory_stats": lambda *_: None, "mem_get_info": lambda *_: (1 << 30, 1 << 30),
-}  # fmt: skip
-
-
 @contextlib.contextmanager
 def seeming_gpu() -> Iterator[None]:
     """torch.cuda as if a GPU were there, and sizes of layers that a CPU multiplies in a moment."""
     real = fpk.device.of
     layers = {name: (128, 256) for name in shapes.LINEAR_LAYERS}
-    with contextlib.ExitStack() as stack:
-        for name, fake in FAKES.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
-        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
-        stack.enter_context(mock.patch.object(fpk.device, "of", lambda device: real(_there(device))))
+    with seeming.gpu(), contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(fpk.device, "of", lambda device: real(seeming.there(device))))
         stack.enter_context(mock.patch.dict(shapes.LINEAR_LAYERS, layers))
         stack.enter_context(mock.patch.object(torch, "set_num_threads", lambda n: None))
         stack.enter_context(mock.patch.object(Op, "_launch_on_device", _reference))
-        stack.enter_context(_OnCPU())
         yield
 
 

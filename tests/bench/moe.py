@@ -21,9 +21,10 @@ from typing import Any
 import gate
 import peers
 import torch
-from moe_stages import MODELS, SCHEMES, Case, layer_error, random_weights, stages, with_tokens
+from moe_stages import MODELS, SCHEMES, Case, layer_error, outlined_weights, random_weights, stages, with_tokens
 from tables import provenance
 from turns import time_in_turns
+from warm import compiling
 
 import fpk
 
@@ -34,7 +35,7 @@ FIELDS = (
 )  # fmt: skip
 
 
-def cases(options) -> Any:
+def cases(options, weights: Callable[..., Any] = random_weights) -> Any:
     """Cases in the order of their weights, which are made once."""
     for model in options.models:
         E, _, H, I = MODELS[model]
@@ -43,8 +44,8 @@ def cases(options) -> Any:
             if ("block" in scheme and (H % 128 or I % 128)) or (scheme == "mxfp4" and model != "gpt_oss_120b"):
                 continue
             same = scheme.startswith("fp8") and kept is not None
-            w13 = random_weights(E, 2 * I, H, scheme, kept[0] if same else None)
-            w2 = random_weights(E, H, I, scheme, kept[1] if same else None)
+            w13 = weights(E, 2 * I, H, scheme, kept[0] if same else None)
+            w2 = weights(E, H, I, scheme, kept[1] if same else None)
             kept = (w13.codes, w2.codes) if scheme.startswith("fp8") else None
             more: dict[str, Any] = {}
             if scheme == "mxfp4":  # as gpt-oss is served
@@ -77,9 +78,14 @@ def others_of(path: str | None) -> Any:
 
 
 def compile_all(options) -> None:
-    """Everything once, whatever fails."""
+    """Everything once, whatever fails; nothing runs on the GPU."""
     other = others_of(options.others)
-    for case in cases(options):
+    with compiling():
+        compile_cases(options, other)
+
+
+def compile_cases(options, other: Any) -> None:
+    for case in cases(options, outlined_weights):
         if case.routing != "balanced":
             continue
         for name, (call, _, _) in stages(case).items():

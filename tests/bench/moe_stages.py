@@ -72,6 +72,19 @@ def random_weights(E: int, N: int, K: int, scheme: str, codes: torch.Tensor | No
     return Quantized(codes, scale, scheme.split(":")[0], check=False)
 
 
+def outlined_weights(E: int, N: int, K: int, scheme: str, codes: torch.Tensor | None = None) -> Any:
+    """`random_weights` without values, for what only looks at shapes."""
+    if scheme == "mxfp4":
+        scale = torch.full((E, N, K // 32), 120, device="cuda", dtype=torch.uint8)
+        return Quantized(torch.empty((E, N, K // 2), device="cuda", dtype=torch.uint8), scale, scheme, check=False)
+    dtype = {"f": torch.float8_e4m3fn, "i": torch.int8, "b": torch.bfloat16}[scheme[0]]
+    codes = torch.empty((E, N, K), device="cuda", dtype=dtype)
+    if ":" not in scheme:
+        return codes
+    shape = (E, -(-N // 128), -(-K // 128)) if "block" in scheme else (E, N, 1)
+    return Quantized(codes, torch.ones(shape, device="cuda"), scheme.split(":")[0], check=False)
+
+
 def with_tokens(case: Case) -> Case:
     E, _, H, _ = case.sizes
     for seed in range(4 if case.T <= 64 else 1):

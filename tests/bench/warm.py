@@ -1,19 +1,26 @@
 """Compile ahead what calls of ops will launch, on CPU cores alone: nothing runs on the GPU, its binaries are cached."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
+import seeming
 import torch
+import triton
 
-import fpk.kernels  # noqa: F401  declares every op
+import fpk.kernels
+import fpk.op
 from fpk.device import of, pretend
 from fpk.op import OPS
 from fpk.tune.arguments import outline
+from fpk.tune.compile import _Driver, _launching_off, target_of
 from fpk.tune.sweep import binary_tag
 from fpk.tune.worker import Worker, run_all
 
 LIMIT_S = 120.0  # of one launch
+SMALL = 1 << 20  # elements
 
 
 def warm(cases: Iterable[tuple[str, dict[str, Any]]], processes: int) -> int:
@@ -41,3 +48,29 @@ def warm(cases: Iterable[tuple[str, dict[str, Any]]], processes: int) -> int:
             worker.close()
     print(f"{done} of {len(calls)} launches compiled", flush=True)
     return done
+
+
+def _zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Numbers of experts and the like, which somebody looks at, are numbers."""
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = make(*args, **kwargs)
+        return out.zero_() if out.numel() < SMALL else out
+
+    return made
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """In the block, calls of ops with tensors "on the GPU" compile what they would launch there, and nothing else.
+
+    What they return is zero, or uninitialised where it is large; the tensors are on the CPU.
+    """
+    device = of(torch.device("cuda"))
+    triton.runtime.driver.set_active(_Driver(target_of(device.arch)))  # for the rest of the process
+    with (
+        pretend(device), _launching_off([]), seeming.gpu(),
+        mock.patch.object(fpk.op, "INTERPRETING", True),  # CPU tensors go to kernels as well
+        mock.patch.object(torch, "empty", _zeroed(torch.empty)),
+    ):  # fmt: skip
+        yield
