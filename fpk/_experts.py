@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fpk._experts_layout import MATRICES, expert_layout, matrices_of
+from fpk._linear import as_autocast
 from fpk._moe import moe_experts
 from fpk.api import LayerScheme, Quantized, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_valid_scale
 from fpk.formats import INT8, scheme_of
 from fpk.methods._dense import Dense
+from fpk.methods.base import ACTIVATIONS
 
 _PARTS = ("", "_scale", "_global_scale", "_zero_point")
 _KEPT = (*(f"{m}{p}" for m in MATRICES for p in _PARTS), *(f"{m}_input_scale" for m in MATRICES))
@@ -107,7 +109,7 @@ class QuantizedExperts(nn.Module):
         return self.weight("gate_up_proj").dequantize(dtype), self.weight("down_proj").dequantize(dtype)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(..., H) to (..., H) in the same dtype.
+        """(..., H) to (..., H) in the same dtype: bf16, fp16 or fp32 (not fp32 if weight-only, but under autocast).
 
         Raises:
             ValueError: a shape or dtype that does not fit, or an input that needs a gradient.
@@ -117,7 +119,9 @@ class QuantizedExperts(nn.Module):
                 "QuantizedExperts.hidden_states: expected a tensor that needs no gradient (forward only: use "
                 "torch.no_grad() or torch.inference_mode()), got requires_grad=True"
             )
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows = as_autocast(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        if self.activation_scheme is None:
+            expect_dtype("QuantizedExperts.hidden_states", rows, *ACTIVATIONS)
         out = moe_experts(
             rows, top_k_weights.reshape(rows.shape[0], -1).float(), top_k_index.reshape(rows.shape[0], -1),
             self.weight("gate_up_proj"), self.weight("down_proj"), act=self.act,
@@ -125,7 +129,7 @@ class QuantizedExperts(nn.Module):
             input_scale13=self._buffers["gate_up_proj_input_scale"],
             input_scale2=self._buffers["down_proj_input_scale"], **self.options,
         )  # fmt: skip
-        return out.reshape(hidden_states.shape)
+        return out.reshape(hidden_states.shape).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{m}={list(self.weight(m).shape or ())}" for m in MATRICES)

@@ -11,6 +11,7 @@ from fpk._shuffled import Shuffled, shuffle
 from fpk.api import LayerScheme, Quantized, mm, parse_layer_scheme, plain_bytes, quantize
 from fpk.check import FLOAT_INPUTS, expect_dtype, expect_shape, expect_valid_scale
 from fpk.formats import FP8, INT8, Scheme, scheme_of
+from fpk.methods.base import ACTIVATIONS
 from fpk.op import OPS
 
 _KEPT = ("weight", "weight_scale", "weight_global_scale", "weight_zero_point", "input_scale")
@@ -163,7 +164,9 @@ class QuantizedLinear(nn.Module):
         return self.quantized_weight.dequantize(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., K) bf16, fp16 or fp32 -> (..., N) in the same dtype. The argument is called as in `nn.Linear`.
+        """(..., K) bf16, fp16 or fp32 (not fp32 if weight-only) -> (..., N) in the same dtype; under autocast in its.
+
+        The argument is called as in `nn.Linear`.
 
         Raises:
             ValueError: the input has another last dimension or dtype, or needs a gradient.
@@ -173,7 +176,8 @@ class QuantizedLinear(nn.Module):
                 "QuantizedLinear.input: expected a tensor that needs no gradient (forward only: use torch.no_grad() or "
                 "torch.inference_mode()), got requires_grad=True"
             )
-        expect_dtype("QuantizedLinear.input", input, *FLOAT_INPUTS)
+        input = as_autocast(input)
+        expect_dtype("QuantizedLinear.input", input, *(ACTIVATIONS if self.activation_scheme is None else FLOAT_INPUTS))
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"QuantizedLinear.input: expected (..., {self.in_features}), got {tuple(input.shape)}")
         rows = input.reshape(-1, self.in_features)
@@ -261,6 +265,12 @@ class QuantizedLinear(nn.Module):
             self.colsum = self.weight.sum(1, dtype=torch.int32)
         if again:
             self.shuffle_()
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """x in the dtype that autocast gives products, where it is on."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def dtype_name(tensor: Tensor) -> str:
