@@ -43,6 +43,21 @@ def wrong_kernels() -> tuple[int, list[dict]]:
     return code, records
 
 
+@functools.cache
+def with_sizes_of_one() -> dict[str, list[str]]:
+    def run() -> dict[str, list[str]]:
+        env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+        command = [sys.executable, "-W", "ignore", HERE / "ones.py"]
+        return json.loads(subprocess.run(command, env=env, capture_output=True, check=True, timeout=1200).stdout)
+
+    return once("ones", run)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_sizes_may_be_one(name):
+    assert not with_sizes_of_one()[name]
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_compiles_everywhere(name):
     records = [r for r in compiled() if r["op"] == name]
