@@ -93,7 +93,10 @@ def compile_cases(options, other: Any) -> None:
                 continue
             calls = [call]
             if other is not None:
-                calls += list((other.layer(case) if name == "layer" else other.stage(case, name)).values())
+                try:
+                    calls += list((other.layer(case) if name == "layer" else other.stage(case, name)).values())
+                except Exception as error:  # what wants a GPU compiles in its turn
+                    print(f"{case.model} {case.scheme} T={case.T} {name}, others: {type(error).__name__}")
             for f in calls:
                 try:
                     f(0)
