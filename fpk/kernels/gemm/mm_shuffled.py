@@ -271,7 +271,7 @@ def mm_shuffled(
     if config.pop("kernel") == "plain":
         wide = out
         if N == 1:  # triton makes a constant of a 1, which the kernel cannot take: a second row that nobody asked for
-            row_scale, bias = (t if t is None else torch.cat([t, t]) for t in (row_scale, bias))
+            row_scale, bias = torch.cat([row_scale] * 2), bias if bias is None else torch.cat([bias] * 2)
             wide = torch.empty((M, 2), dtype=out_dtype, device=a.device)
         tiles = triton.cdiv(M, config["BLOCK_M"]) * units_n
         del config["BLOCK_N"], config["BLOCK_K"]
