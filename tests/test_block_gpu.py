@@ -6,19 +6,12 @@ from op_laws import check_launch, make
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.device import of
-from fpk.kernels.gemm._group_hopper import joint, joint_space, pairs, pairs_space
+from fpk.kernels.gemm._group_hopper import joint, joint_space
 from fpk.op import OPS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on the H200")
 
 OP = OPS["scaled_mm_group"]
-MANY = [
-    dict(M=130, N=136, K=128, bias=True, out_dtype=torch.float16, scale_layout="column"),
-    dict(M=300, N=2112, K=1600, kind="zero_rows", layout="rows", dtype=torch.float8_e5m2),
-    dict(M=700, N=512, K=384, scale_layout="column", out_dtype=torch.float16),
-    dict(M=260, N=640, K=640, blocks=(128, -1, 128), bias=True),
-    dict(M=4100, N=4096, K=256, scale_layout="column"),  # several tiles a program
-]
 FEW = [
     dict(M=1, N=16, K=128, bias=True, out_dtype=torch.float16),
     dict(M=3, N=576, K=1600, kind="zero_rows", layout="rows", dtype=torch.float8_e5m2),
@@ -27,16 +20,6 @@ FEW = [
     dict(M=250, N=1000, K=384, blocks=(128, -1, 128), scale_layout="column"),
 ]
 JOINT = [joint(64, 32, 8, 2, per_sm=2), joint(64, 64, 10, 1), joint(64, 128, 8, 4)]
-WIDTHS = [
-    pairs(128, 6), pairs(192, 5, 4), pairs(256, 4), pairs(128, 5, 2, whole=True), pairs(192, 4, whole=True),
-    pairs(256, 3, whole=True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("config", WIDTHS, ids=str)
-def test_pairs_that_share_weights(config):
-    for case in MANY:
-        check_launch(OP, config, case)
 
 
 @pytest.mark.parametrize("config", JOINT, ids=str)
@@ -45,12 +28,11 @@ def test_programs_that_share_a_tile(config):
         check_launch(OP, config, case)
 
 
-@pytest.mark.parametrize("M", [64, 2000])
-def test_clusters_agree_with_themselves(M):
+def test_clusters_agree_with_themselves():
     """A tile that were overwritten too early, or read too early, would now and then give other sums."""
-    args = make(OP, dict(M=M, N=2112, K=2048))
+    args = make(OP, dict(M=64, N=2112, K=2048))
     bound, device = OP.bind(**args), of(args["a"].device)
-    for config in [*pairs_space(M), *joint_space(M)][::3]:
+    for config in [*joint_space(64)][::3]:
         if OP.is_legal(config, bound, device):
             first = OP.launch(**args, config=config)
             for _ in range(20):

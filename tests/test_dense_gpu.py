@@ -1,7 +1,5 @@
 """Laws of the dense products' Gluon kernels, with configs and sizes that the laws of small inputs do not reach."""
 
-import functools
-
 import pytest
 import torch
 from op_laws import make
@@ -9,9 +7,8 @@ from op_laws import make
 import fpk.kernels  # noqa: F401  declares every op
 from fpk.check import assert_close
 from fpk.device import of
-from fpk.kernels.gemm._gluon_alternate import alternate_fits
 from fpk.kernels.gemm._gluon_late import late_fits
-from fpk.kernels.gemm._scaled_space import paired, paired_space
+from fpk.kernels.gemm._scaled_space import late, late_space
 from fpk.op import OPS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on the H200")
@@ -26,15 +23,13 @@ def short(config):
 def check_launch(config, case):
     """What the kernel can do, also where no config of it is legal yet (biases, zero points, other output types)."""
     args = make(OP, PLAIN | case)
-    fits = {"late": late_fits, "alternate": alternate_fits}[config["kernel"]]
     bound = OP.bind(**args)
-    if fits(config, of(args["a"].device), args["a"], args["b"], bound["out_dtype"]):
+    if late_fits(config, of(args["a"].device), args["a"], args["b"], bound["out_dtype"]):
         assert_close(OP.launch(**args, config=config), OP.reference(**args), OP.tolerance(bound), f"{config} {case}")
         return 1
     return 0
 
 
-LATE, TURNS = (functools.partial(paired, kernel) for kernel in ("late", "alternate"))
 PLAIN = dict(fast_accum=True, bias=False, zero_point=False, kind="normal", layout="contiguous")
 CASES = [
     dict(M=1, N=16, K=16, out_dtype=torch.float32),
@@ -49,14 +44,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("config", [TURNS(128, 128, 6), TURNS(128, 128, 2, 1, 1), TURNS(64, 256, 3, 2)], ids=short)
-def test_consumers_that_take_turns_at_tiles(config):
-    assert sum(check_launch(config, case) for case in CASES) >= 5
-
-
 @pytest.mark.parametrize(
     "config",
-    [LATE(128, 256, 4), LATE(128, 256, 2, 8, 1), LATE(256, 128, 3, 2), LATE(128, 128, 6, 16), LATE(128, 64, 3, 4, 1)],
+    [late(128, 256, 4), late(128, 256, 2, 8, 1), late(256, 128, 3, 2), late(128, 128, 6, 16), late(128, 64, 3, 4, 1)],
     ids=short,
 )  # fmt: skip
 def test_results_that_leave_late(config):
@@ -68,7 +58,7 @@ def test_programs_in_pairs_agree_with_themselves(dtype):
     """A tile that were overwritten too early, or read too early, would now and then give other sums."""
     args = make(OP, PLAIN | dict(M=2000, N=4096, K=1024, dtype=dtype))
     device = of(args["a"].device)
-    configs = [c for c in paired_space(2000) if OP.is_legal(c, OP.bind(**args), device)]
+    configs = [c for c in late_space(2000) if OP.is_legal(c, OP.bind(**args), device)]
     first = OP.launch(**args, config=configs[0])
     for config in configs:
         for _ in range(20):

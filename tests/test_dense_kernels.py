@@ -11,7 +11,7 @@ from fpk.device import pretend, pretend_triton
 from fpk.kernels.gemm._cluster import in_clusters
 from fpk.kernels.gemm._gluon import consumer_tile, piece_columns, right_parts
 from fpk.kernels.gemm._group_hopper import joint
-from fpk.kernels.gemm._scaled_space import paired
+from fpk.kernels.gemm._scaled_space import late
 from fpk.kernels.gemm._warps_space import cheapest, estimate, split_for, turns, warps, weight_warps
 from fpk.op import OPS
 from fpk.tune.arguments import legal_candidates, outline
@@ -187,25 +187,22 @@ def triton_3_6():
 
 @pytest.mark.usefixtures("triton_3_6")
 def test_programs_in_pairs():
-    late, turns_at_tiles = paired("late", 128, 256, 4), paired("alternate", 128, 128, 6)
-    for config in (late, turns_at_tiles):
-        assert legal("scaled_mm", config, fast_accum=True) and legal("scaled_mm", config, dtype=torch.int8)
-        assert not legal("scaled_mm", config)  # one sum a tile fits into registers
-        assert not legal("scaled_mm", config, arch="sm100", fast_accum=True)
-        assert not legal("scaled_mm", config, fast_accum=True, N=500)
-        assert not legal("scaled_mm", config | dict(STAGES=7), fast_accum=True)
-        assert not legal("scaled_mm", config, fast_accum=True, out_dtype=torch.float32)
-        assert not legal("scaled_mm", config, fast_accum=True, bias=True)
-    assert not legal("scaled_mm", late, fast_accum=True, K=384)  # a tile leaves during four steps
-    assert not legal("scaled_mm", paired("alternate", 64, 256, 4), dtype=torch.int8)  # no such instruction
+    config = late(128, 256, 4)
+    assert legal("scaled_mm", config, fast_accum=True) and legal("scaled_mm", config, dtype=torch.int8)
+    assert not legal("scaled_mm", config)  # one sum a tile fits into registers
+    assert not legal("scaled_mm", config, arch="sm100", fast_accum=True)
+    assert not legal("scaled_mm", config, fast_accum=True, N=500)
+    assert not legal("scaled_mm", config | dict(STAGES=7), fast_accum=True)
+    assert not legal("scaled_mm", config, fast_accum=True, out_dtype=torch.float32)
+    assert not legal("scaled_mm", config, fast_accum=True, bias=True)
+    assert not legal("scaled_mm", config, fast_accum=True, K=384)  # a tile leaves during four steps
 
 
 @pytest.mark.parametrize(("version", "there"), [("3.6.0", True), ("3.7.0", False), ("3.9.1", False)])
 def test_what_one_version_of_triton_runs_is_nowhere_else(version, there):
     weights = dict(kernel="shares", BLOCK_M=64, ROWS=1, TURNS=1, STAGES=4, PER_SM=1, HELD=2, COLUMNS=1, RENAMED=False)
     with pretend_triton(version):
-        assert legal("scaled_mm", paired("late", 128, 256, 4), fast_accum=True) is there
-        assert legal("scaled_mm", paired("alternate", 128, 128, 6), fast_accum=True) is there
+        assert legal("scaled_mm", late(128, 256, 4), fast_accum=True) is there
         assert legal("scaled_mm_group", joint(64, 64, 10, 2), M=64, N=4096, K=7168) is there
         assert legal("mm_weight_only", weights | dict(CLUSTER=2, num_warps=4), M=64, N=4096, K=4096) is there
 

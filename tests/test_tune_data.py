@@ -33,6 +33,7 @@ DATA = Path(__file__).parent / "tune_data"
 VERIFY = sorted(DATA.glob("verify_*.parquet"))
 EXHAUSTIVE = sorted(DATA.glob("exhaustive_*.parquet"))
 TUNED = sorted(DATA.glob("tuned_*.parquet"))
+GONE = {"scaled_mm": "alternate", "scaled_mm_group": "pairs"}  # kernels that logs speak of and that lost
 
 
 class Log:
@@ -141,4 +142,5 @@ def test_logged_candidates_are_the_ops_own(path):
         with pretend_triton("3.6.0"):  # all logs so far
             yielded = {canonical(c) for c in legal_candidates(op, bound, device_of(gpu))}
         logged = {t.config for t in trials if (t.op, t.case, t.gpu) == (op_name, case, gpu)}
+        logged = {c for c in logged if json.loads(c).get("kernel") != GONE.get(op_name, "")}
         assert len(logged & yielded) >= 0.9 * len(logged), f"{op_name} {case}"

@@ -107,26 +107,6 @@ def wait(at, phase):
 
 
 @gluon.jit
-def arrive(at):
-    """One thread of each calling warp arrives, once the warp's threads are here."""
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        .reg .b32 t, a;
-        mov.u32 t, %laneid;
-        setp.eq.u32 p, t, 0;
-        mov.u32 a, global_smem;
-        add.u32 a, a, $1;
-        bar.warp.sync 0xffffffff;
-        @p mbarrier.arrive.shared::cta.b64 _, [a];
-        mov.u32 $0, 0;
-        }
-        """, "=r,r,~{memory}", [at], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def arrive_everywhere(at, size, first=0):
     """One thread of each calling warp arrives at the barrier of each of `size` of the cluster's programs."""
     gl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
 """The kernels of scaled_mm_group that are written for sm90: which there are, what they can run, their candidates.
 
-`warps` and `turns` are described in _gluon_group and _gluon_turns; `pairs` and `joint` are clusters of programs, in
-_gluon_pairs (many tokens: two share the weights they load) and _gluon_joint (few: they share a tile's K).
+`warps` and `turns` are described in _gluon_group and _gluon_turns, `joint`, clusters of programs that share a tile's K
+for few tokens, in _gluon_joint.
 """
 
 import itertools
@@ -18,7 +18,6 @@ from fpk.kernels.gemm._cluster import available
 from fpk.kernels.gemm._gluon import consumer_tile, right_parts
 from fpk.kernels.gemm._gluon_group import group_warps_kernel, launch
 from fpk.kernels.gemm._gluon_joint import group_joint_kernel, launch_joint
-from fpk.kernels.gemm._gluon_pairs import group_pairs_kernel, launch_pairs
 from fpk.kernels.gemm._gluon_turns import group_turns_kernel, launch_turns
 from fpk.kernels.gemm._mm import fits_descriptors, parts_buffer, reduce_parts, turns_fit, warps_fit
 from fpk.kernels.gemm._warps_space import cheapest, narrow_space, split_for, turns, turns_space, warps, warps_space
@@ -26,18 +25,8 @@ from fpk.op import Kernel
 
 KERNELS = {
     name: Kernel(fn, targets=("sm90",), interpretable=False, matrix=True)
-    for name, fn in dict(
-        warps=group_warps_kernel, turns=group_turns_kernel, pairs=group_pairs_kernel, joint=group_joint_kernel
-    ).items()
+    for name, fn in dict(warps=group_warps_kernel, turns=group_turns_kernel, joint=group_joint_kernel).items()
 }
-
-
-def pairs(n: int, stages: int, group: int = 8, cluster: int = 2, whole: bool = False) -> Config:
-    """A config of `pairs`; its tiles have 128 tokens. WHOLE: shared memory for a tile of outputs instead of pieces."""
-    return Config(
-        kernel="pairs", GROUP_M=group, CLUSTER=cluster, WHOLE=whole, BLOCK_M=128, BLOCK_N=n, BLOCK_K=128,
-        STAGES=stages, num_warps=4,
-    )  # fmt: skip
 
 
 def joint(m: int, n: int, stages: int, split: int, swap: bool = False, per_sm: int = 1, share: int = 1) -> Config:
@@ -46,14 +35,6 @@ def joint(m: int, n: int, stages: int, split: int, swap: bool = False, per_sm: i
         kernel="joint", SWAP=swap, SPLIT_K=split, CLUSTER=split * share, BLOCK_M=m, BLOCK_N=n, BLOCK_K=128,
         STAGES=stages, num_warps=4, PER_SM=per_sm,
     )  # fmt: skip
-
-
-def _pairs_fit(config: Config, device: Device, b: Tensor, out_dtype: torch.dtype) -> bool:
-    n, stages, size = config["BLOCK_N"], config["STAGES"], out_dtype.itemsize
-    ring = stages * ((128 + n) * 128 + triton.cdiv(n, 128) * 512)
-    out = (128 * n if config["WHOLE"] else 4 * 64 * 32) * size
-    fits = ring + out + 768 <= device.shared_limit and (size == 2 or not config["WHOLE"])
-    return fits and b.shape[0] * size % 16 == 0
 
 
 def _joint_fit(config: Config, device: Device) -> bool:
@@ -72,14 +53,12 @@ def _joint_fit(config: Config, device: Device) -> bool:
 
 def _seen_right(config: Config) -> bool:
     """Is this among what has been compared with the reference on a GPU?"""
-    if config["kernel"] == "pairs":
-        return config["CLUSTER"] == 2
     return not config["SWAP"] and config["CLUSTER"] == config["SPLIT_K"] and config["BLOCK_M"] == 64
 
 
 def legal_on_hopper(
-    config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int,
-    block_rows: int, block_cols: int, offset_n: int, offset_k: int, out_dtype: torch.dtype,
+    config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, block_rows: int,
+    offset_n: int, out_dtype: torch.dtype,
 ) -> bool:  # fmt: skip
     """Can the config's kernel run this? The weight rows of a product must share their scales."""
     kernel, n = config["kernel"], config["BLOCK_N"]
@@ -89,15 +68,9 @@ def legal_on_hopper(
         rows, more = right_parts(consumer_tile(config)[0 if config["SWAP"] else 1])
         fits = warps_fit(config, device, a, b, out_dtype, 2 if more else 3)
     else:
-        fits = available() and a.dtype in FP8 and fits_descriptors(a, b)
-        fits = fits and _seen_right(config)
-        if kernel == "pairs":
-            whole = group == 128 and (block_cols < 0 or (block_cols == 128 and offset_k == 0))
-            many = a.shape[0] > 64
-            rows, fits = 128, fits and many and whole and _pairs_fit(config, device, b, out_dtype)
-        else:
-            few = a.shape[0] <= (64 if config["SWAP"] else 512)
-            rows, fits = 64 if config["SWAP"] else n, fits and few and _joint_fit(config, device)
+        few = a.shape[0] <= (64 if config["SWAP"] else 512)
+        fits = available() and a.dtype in FP8 and fits_descriptors(a, b) and few and _seen_right(config)
+        rows, fits = 64 if config["SWAP"] else n, fits and _joint_fit(config, device)
     floats = a.dtype is not torch.int8 and scale_a.dtype == scale_b.dtype == torch.float32
     return fits and floats and (block_rows < 0 or (block_rows % rows == 0 and offset_n % rows == 0))
 
@@ -109,9 +82,7 @@ def launch_on_hopper(
     config = dict(config)
     kernel = config.pop("kernel")
     operands = (device, a, b, scale_a, scale_b, bias, out)
-    if kernel == "pairs":
-        launch_pairs(*operands, offset_n, offset_k, config, ROWS=ROWS, COLS=COLS)
-    elif kernel == "joint":
+    if kernel == "joint":
         launch_joint(*operands, offset_n, offset_k, config, GROUP=GROUP, ROWS=ROWS, COLS=COLS)
     else:
         split = config["SPLIT_K"]
@@ -120,15 +91,6 @@ def launch_on_hopper(
         start(*operands, parts, offset_n, offset_k, config, GROUP=GROUP, ROWS=ROWS, COLS=COLS)
         if split > 1:
             reduce_parts(parts, out, (None, None, bias, None, None), [0, 0, 0])
-
-
-def pairs_space(M: int) -> Iterator[Config]:
-    """Candidates of `pairs` for M tokens: few, since `warps` was faster at nearly every size that was timed."""
-    if M >= 128:
-        yield pairs(256, 3, whole=True)
-        yield pairs(256, 4)
-        yield pairs(192, 5)
-        yield pairs(128, 6)
 
 
 def joint_space(M: int) -> Iterator[Config]:
@@ -156,7 +118,6 @@ def group_configs(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
             options = [warps(128, 128, 6, 8), warps(128, 192, 5, 8)]
         yield from cheapest(options, M, N, K, sms, 1.25)  # its second product is scaled while the unit waits
     yield from joint_space(M)
-    yield from pairs_space(M)
     yield from warps_space(M)
     yield from turns_space(M)
     yield from narrow_space(M, (128,))

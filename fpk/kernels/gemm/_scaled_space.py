@@ -9,20 +9,18 @@ from fpk.db import Config
 from fpk.kernels.gemm._warps_space import cheapest, narrow, narrow_space, split_for, warps, warps_space
 
 
-def paired(kernel: str, m: int, n: int, stages: int, group: int = 4, cluster: int = 2) -> Config:
-    """A config of the `late` and `alternate` kernels; steps of K have 128 columns."""
-    return Config(kernel=kernel, GROUP_M=group, CLUSTER=cluster, BLOCK_M=m, BLOCK_N=n, STAGES=stages, num_warps=4)
+def late(m: int, n: int, stages: int, group: int = 4, cluster: int = 2) -> Config:
+    """A config of the `late` kernel; steps of K have 128 columns."""
+    return Config(kernel="late", GROUP_M=group, CLUSTER=cluster, BLOCK_M=m, BLOCK_N=n, STAGES=stages, num_warps=4)
 
 
-def paired_space(M: int) -> Iterator[Config]:
-    """Candidates of `late` and `alternate` for M tokens; what does not fit is not legal."""
+def late_space(M: int) -> Iterator[Config]:
+    """Candidates of `late` for M tokens; what does not fit is not legal."""
     if M > 128:
         for (m, n, stages), group, cluster in itertools.product(
             ((128, 256, 4), (256, 128, 4), (128, 128, 6)), (4, 8, 16), (1, 2)
         ):
-            yield paired("late", m, n, stages, group, cluster)
-        for m, n, stages in ((128, 128, 6), (64, 256, 4)):  # slower wherever it was timed
-            yield paired("alternate", m, n, stages)
+            yield late(m, n, stages, group, cluster)
 
 
 def scaled_mm_configs(M: int, N: int, K: int, promoted: bool, int8: bool, sms: int) -> Iterator[Config]:
@@ -47,12 +45,12 @@ def scaled_mm_configs(M: int, N: int, K: int, promoted: bool, int8: bool, sms: i
         wide = 1.1 if promoted else 1.03
         found = cheapest(options, M, N, K, sms, wide)
         if M > 256 and not promoted:
-            late = paired("late", 128, 256, 4, 8, 1)
+            alone = late(128, 256, 4, 8, 1)
             # timed: 1 to 7 % faster with FP8, 4096 tokens and K of 2048 and 4096; as fast or slower elsewhere
             faster = M >= 2048 and K <= 8192 and not int8 and found[0]["BLOCK_N"] == 256
-            found = [late, *found[:2]] if faster else [found[0], late, found[1]]
+            found = [alone, *found[:2]] if faster else [found[0], alone, found[1]]
         yield from found
     if not promoted:
-        yield from paired_space(M)
+        yield from late_space(M)
     yield from warps_space(M)
     yield from narrow_space(M, (128, 256))

@@ -9,7 +9,7 @@ fp32 before the single rounding to the output.
 Kernels: `tile`, pointers, one tile a program, runs everywhere (SWAP puts the weights on the matrix instruction's 64-row
 side, for few tokens); `split`, the same with K divided over programs and a second, ordered reduction; `persistent`,
 tensor descriptors (TMA), PER_SM programs an SM; `warps` (sm90, Gluon), persistent, some warps load and others multiply;
-`alternate` (sm90, Gluon), likewise, for many tokens.
+`late` (sm90, Gluon), likewise, for many tokens.
 
 Source: the W8A8 recipes of torch.nn.functional.scaled_mm (TensorWise, RowWise).
 """
@@ -38,7 +38,6 @@ from fpk.formats import FP8
 from fpk.kernels._tile import after_previous, tile_of
 from fpk.kernels.gemm._baselines import torch_scaled_mm
 from fpk.kernels.gemm._gluon import TYPES, consumer_tile, descriptor, piece_columns, right_parts
-from fpk.kernels.gemm._gluon_alternate import alternate_fits, alternate_kernel, launch_alternate
 from fpk.kernels.gemm._gluon_late import late_fits, late_kernel, launch_late
 from fpk.kernels.gemm._gluon_mm import warps_kernel
 from fpk.kernels.gemm._mm import (
@@ -222,12 +221,12 @@ def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, bias: Tensor | None, zero_point_a: Tensor | None,
     out_dtype: torch.dtype, fast_accum: bool, **_: Any,
 ) -> bool:  # fmt: skip
-    if config["kernel"] in ("late", "alternate"):
+    if config["kernel"] == "late":
         if not (fast_accum or a.dtype is torch.int8) or out_dtype is not torch.bfloat16:
             return False
         if bias is not None or zero_point_a is not None:  # not seen on a GPU yet
             return False
-        return {"late": late_fits, "alternate": alternate_fits}[config["kernel"]](config, device, a, b, out_dtype)
+        return late_fits(config, device, a, b, out_dtype)
     if config["kernel"] == "warps":
         is_int8 = a.dtype is torch.int8
         if is_int8 and right_parts(consumer_tile(config)[1])[0] > 128:  # triton knows no such instruction
@@ -308,7 +307,6 @@ def inputs(
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
         warps=Kernel(warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
         late=Kernel(late_kernel, targets=("sm90",), interpretable=False, matrix=True),
-        alternate=Kernel(alternate_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
     configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
     cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
@@ -347,9 +345,6 @@ def scaled_mm(
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
     strides = broadcast_strides(scale_a, scale_b, zero_point_a)
     epilogue = (scale_a, scale_b, bias, zero_point_a, colsum_b)
-    if kernel == "alternate":
-        launch_alternate(of(a.device), a, b, epilogue, strides, out, config)
-        return out
     if kernel == "late":
         launch_late(of(a.device), a, b, epilogue, strides, out, config)
         return out
