@@ -1,5 +1,7 @@
 """README.md says what is true now: its tables come from OPS and committed results, its code runs."""
 
+import ast
+import csv
 import os
 import re
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import fpk
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,3 +34,18 @@ def test_python_blocks_run(number):
 
 def test_there_is_code_to_run():
     assert len(BLOCKS) >= 3
+
+
+PRODUCTS = {
+    "fp8_token": "scaled_mm", "fp8_tensor": "scaled_mm", "int8_token": "scaled_mm", "fp8_block": "scaled_mm_group",
+    "fp8_weight_only": "mm_weight_only", "int8_weight_only": "mm_weight_only",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/products.csv")), ids=lambda p: p.parent.name)
+def test_results_are_of_kernels_that_are_here(path):
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            op = fpk.OPS[PRODUCTS[row["product"]]]
+            config = ast.literal_eval(row["config"]) if row["config"] else {}
+            assert config.get("kernel", next(iter(op.kernels))) in op.kernels, row
