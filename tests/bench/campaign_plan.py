@@ -91,6 +91,13 @@ MOE_KERNELS = ("fpk/kernels/moe", "fpk/_moe.py")
 
 PLAN = (
     *TABLES[:3],
+    Measurement(
+        "drafts_block", "docs/dense-kernels.md: kernels of scaled_mm_group that have not run yet",
+        ("{python}", "-W", "ignore", "{root}/tests/drafts/block/run_block.py", "--csv", "{out}/block.csv", "--jobs",
+         "{jobs}"),
+        ("drafts.block.run_block", "--dry"),
+        70, 200, needs=("peers",),
+    ),
     *TABLES[3:],
     Measurement(
         "dense", "products of 12 layers beside peers, blocks of 200 ms",

@@ -1,0 +1,87 @@
+"""What of the drafts can be seen without a GPU, in a moment."""
+
+import csv
+import inspect
+import re
+
+import candidates
+import pytest
+import run_block  # first: what timing imports
+import timing
+from lean import block_lean_kernel, fetch
+from share import _fetch_share, block_share_kernel
+
+OP = candidates.OP
+
+
+@pytest.mark.parametrize("name", candidates.ALL)
+def test_launchers_give_their_kernels_what_these_take(name):
+    """Of the first check: all parameters, and descriptors where the loads' assembly reads them."""
+    case, call = list(candidates.calls(name))[1]
+    with candidates.recording() as seen:
+        call()
+    ((kernel, args, options),) = seen
+    assert kernel is (block_share_kernel if name in candidates.SHARE else block_lean_kernel)
+    own = {n: v for n, v in options.items() if n not in ("num_warps", "launch_pdl")}
+    inspect.signature(kernel.fn).bind(*args, **own)
+    assert args[0].base.shape == (case["M"], case["K"]) and args[1].base.shape == (case["N"], case["K"])
+    # a descriptor is itself, then its sizes and its strides
+    descriptors = [len(a.base.shape) for a in args if hasattr(a, "block_shape")]
+    at = {sum(1 + 2 * rank for rank in descriptors[:i]): rank for i, rank in enumerate(descriptors)}
+    code = inspect.getsource((_fetch_share if name in candidates.SHARE else fetch).fn)
+    loads = re.findall(r"load\(NAME, (\d+), [^\n]*?(True)?\)\n", code)
+    assert len(loads) == code.count("load(NAME") and all(int(n) in at for n, _ in loads)
+    # scale_b, and scale_a where its rows are neighbours, as lines
+    assert {at[int(n)] for n, line in loads if line} == {1} and {at[int(n)] for n in ("0", "5")} == {2}
+
+
+def test_everything_planned_is_of_a_candidate_and_has_checks():
+    for name in candidates.ALL:
+        cases = [case for case, _ in candidates.calls(name)]
+        assert len(cases) >= 6 and any(case.get("bias") for case in cases) and any(case["K"] % 128 for case in cases)
+    for m, _, _ in candidates.SHAPES:
+        assert any(candidates.meant_for(name, m) for name in candidates.FIRST)
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """A GPU that seems to be there, on which candidates give what the op's reference gives."""
+    import dry
+
+    def draft(name):
+        return lambda config, **s: OP.reference(**OP.bind(**s)), candidates.lean.config(**candidates.LEAN[name])
+
+    monkeypatch.setattr(timing, "draft", draft)
+    monkeypatch.setattr(run_block, "draft", draft)
+    monkeypatch.setattr(run_block, "checks", lambda name: [dict(M=3, N=8, K=128), dict(M=2, N=8, K=256, bias=True)])
+    monkeypatch.setattr(timing, "BLOCK_MS", 0.1)
+    with dry.seeming_gpu():
+        yield
+
+
+def test_what_is_timed_gets_to_its_rows(there, tmp_path, monkeypatch, capsys):
+    def peer(s):
+        if s["a"].shape[0] == 300:
+            raise RuntimeError("not today")
+        return OP(**s)
+
+    monkeypatch.setattr(timing, "SHAPES", [(70, 128, 128), (300, 128, 128)])
+    monkeypatch.setattr(timing, "deep_gemm", lambda: peer)
+    timing.time_all(("ahead256", "few128-x4"), (0, 1), str(tmp_path / "block.csv"))
+    said = capsys.readouterr().out
+    with (tmp_path / "block.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(r["M"], r["kernel"]) for r in rows} == {
+        ("70", "today"), ("70", "DeepGEMM"), ("70", "few128-x4"), ("300", "today"), ("300", "ahead256")
+    }  # fmt: skip
+    assert {r["deep_gemm_over_it"] == "nan" for r in rows if r["M"] == "300"} == {True} and "not today" in said
+    assert "M 65..256: DeepGEMM / today" in said and "M 257..1024" not in said
+
+
+def test_what_is_wrong_is_told(there, monkeypatch, capsys):
+    run_block.check("ahead256")
+    assert "ahead256 OK" in capsys.readouterr().out
+    fn, config = run_block.draft("ahead256")
+    monkeypatch.setattr(run_block, "draft", lambda name: (lambda **s: 1.1 * fn(**s), config))
+    with pytest.raises(SystemExit, match="ahead256 WRONG"):
+        run_block.check("ahead256")
