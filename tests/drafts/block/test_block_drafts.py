@@ -5,11 +5,18 @@ import inspect
 import re
 
 import candidates
+import counterparts
+import gluon_clusters
+import gluon_language
 import pytest
 import run_block  # first: what timing imports
 import timing
+import torch
 from lean import block_lean_kernel, fetch
 from share import _fetch_share, block_share_kernel
+
+from fpk.check import assert_close
+from fpk.device import Device, pretend
 
 OP = candidates.OP
 
@@ -85,3 +92,50 @@ def test_what_is_wrong_is_told(there, monkeypatch, capsys):
     monkeypatch.setattr(run_block, "draft", lambda name: (lambda **s: 1.1 * fn(**s), config))
     with pytest.raises(SystemExit, match="ahead256 WRONG"):
         run_block.check("ahead256")
+
+
+@pytest.fixture
+def emulate(monkeypatch):
+    """A candidate's result on an emulated GPU and the reference's: an odd last step, and several tiles a program."""
+    monkeypatch.setitem(gluon_clusters.ASSEMBLY, "pieces", counterparts.ASSEMBLY)
+    monkeypatch.setattr(
+        gluon_language.Language, "join", staticmethod(lambda a, b: torch.stack((a, b), -1)), raising=False
+    )
+
+    def run(name, seed=0, **changes):
+        fn, config = candidates.draft(name)
+        layout, K = ("row", 1520) if name == "parts128" else ("column", 1168)  # rows of 16 bytes, for TMA
+        inputs = OP.inputs(M=150, N=328, K=K, bias=True, scale_layout=layout, device="cpu", seed=5)
+        gpu = Device(arch="sm90", name="pretended", vendor="nv", sm_count=8 if config["CLUSTER"] > 2 else 2)
+        with pretend(gpu), gluon_language.emulated(seed, **changes) as ran:
+            out = fn(**inputs, config=config)
+        assert len(ran) == 1
+        assert_close(out, OP.reference(**OP.bind(**inputs)), OP.tolerance(OP.bind(**inputs)))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name", ("ahead256-order", "registers256", "shared192", "parts192-order", "parts128", "few128-x4", "share64-x2")
+)
+def test_like_the_reference(name, emulate):
+    emulate(name)
+
+
+BROKEN = (
+    ("ahead256", "multiply_blocks", "wait(BARS_AT, 0)", "pass"),
+    ("ahead256", "multiply_blocks", "_if(BARS_AT + slot * 8, phase, remain)", "_if(BARS_AT + slot * 8, phase, 0)"),
+    ("ahead256-order", "multiply_blocks", "pass_turn(1)", "pass"),
+    ("ahead256", "fetch", "SLOT + SA + 16 * COUNT", "SLOT + SA + 16"),
+    ("parts192", "multiply_parts", "(PARTS - 1, deps=[t_0])", "(PARTS, deps=[t_0])"),
+    ("parts192", "multiply_parts", "arrive_everywhere(empty, CLUSTER)", "arrive_everywhere(empty, 1)"),
+    ("few128-x4", "fetch", "wait(BARS_AT + (STAGES + slot) * 8, phase)", "pass"),
+    ("share64-x2", "_multiply_share", "    meet()", "    pass"),
+)
+
+
+@pytest.mark.parametrize(("name", "function", "old", "new"), BROKEN)
+def test_broken_ones_are_found(name, function, old, new, emulate):
+    with pytest.raises(AssertionError):  # a Fault is one
+        for seed in range(4):
+            emulate(name, seed, **{function: (old, new)})
