@@ -1,10 +1,10 @@
-"""What the inline assembly of `_cluster` and `_gluon_weight_cluster` does, for `gluon_language`."""
+"""What functions of inline assembly do, by module, for `gluon_language`."""
 
 from typing import Any
 
 import torch
 from gluon_emulator import Barrier, Fault, Program, pause, task
-from gluon_language import change, tile_of, wait_at
+from gluon_language import change, method_to, tile_of, wait_at
 from torch import Tensor
 
 RANK = 24  # an address of the cluster's memory is rank << RANK and a byte
@@ -61,6 +61,19 @@ def load(
             other.land((to, to + data.numel()), data, at)
 
 
+def load_to_all(KERNEL: str, to: int, row: int, column: int, at: int) -> None:
+    load(KERNEL, 0, to, row, column, at, True, -1)
+
+
+def release(at: int, CLUSTER: int) -> None:
+    for program in task().machine.programs[:CLUSTER]:
+        change(at, 1, program=program)
+
+
+def rounded(tile: Tensor, OUT: Any) -> Tensor:
+    return method_to(tile, OUT).contiguous().view(torch.int32)
+
+
 def _words(program: Program) -> Tensor:
     return program.memory.view(torch.float32)
 
@@ -93,4 +106,7 @@ ASSEMBLY: dict[str, dict[str, Any]] = dict(
     _cluster=CLUSTER,
     _gluon_weight_cluster=dict(everybody=sync, both_groups=groups, put_fours=put),
     _gluon_weight_sums=dict(_opaque=lambda x: x),
+    _gluon_wide=dict(_opaque=lambda x: x),
+    _multicast=dict(meet=lambda x: sync(), wait_alone=wait_at, release=release, _load_to_both=load_to_all),
+    _gluon_late=dict(_rounded=rounded),
 )

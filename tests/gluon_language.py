@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-import gluon_emulator as emulator
 import torch
 from gluon_emulator import Barrier, Buffer, Fault, Machine, Product, Program, Region, Task, pause, task
 from torch import Tensor
@@ -47,6 +46,9 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.tensor, self.at + more)
 
+    def __sub__(self, less: Any) -> "Pointer":
+        return Pointer(self.tensor, self.at - less)
+
     def places(self, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
         """(the memory from the first element to the last, places in it, mask); outside of the tensor is a fault."""
         extent = sum((n - 1) * s for n, s in zip(self.tensor.shape, self.tensor.stride(), strict=True)) + 1
@@ -73,7 +75,17 @@ def method_split(x: Tensor) -> tuple[Tensor, ...]:
     return x.unbind(-1)
 
 
-METHODS: dict[str, Callable[..., Any]] = {"to": method_to, "split": method_split}
+def method_reinterpret(x: Buffer, dtype: Any, shape: Any, layout: Any) -> Buffer:
+    return Buffer(x.program, x.region, x.at, torch_type(dtype), shape, row_major(shape))
+
+
+def row_major(shape: Any) -> list[int]:
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "to": method_to, "split": method_split, "_reinterpret": method_reinterpret, "reinterpret": method_reinterpret,
+}  # fmt: skip
 
 
 def wait_products(pending: int, deps: Any) -> Any:
@@ -99,6 +111,7 @@ def fence() -> None:
 
 def box(desc: Any, start: Any) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Where a descriptor's tile lies in its tensor, and which part of the tile that is."""
+    start = [int(s) for s in start]
     ends = [min(s + b, n) for s, b, n in zip(start, desc.block_shape, desc.shape, strict=True)]
     begins = [min(max(s, 0), e) for s, e in zip(start, ends, strict=True)]
     inside = tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))
@@ -173,8 +186,7 @@ mbarrier = SimpleNamespace(
 def allocate(dtype: Any, shape: Any, layout: Any, name: str = "memory") -> Buffer:
     kind, program = torch_type(dtype), task().program
     program.regions.append(Region(name, math.prod(shape) * kind.itemsize))
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    return Buffer(program, program.regions[-1], 0, kind, shape, strides)
+    return Buffer(program, program.regions[-1], 0, kind, shape, row_major(shape))
 
 
 def specialize(parts: Any, warps: Any, registers: Any) -> None:
@@ -384,6 +396,3 @@ def emulated(seed: int = 0, **changes: tuple[str, str]) -> Iterator[list[str]]:
         yield ran
     finally:
         GluonJITFunction.run, InterpretedFunction.run = original, interpreted
-
-
-__all__ = ["Fault", "emulated", "emulator"]

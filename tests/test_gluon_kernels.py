@@ -10,6 +10,7 @@ from fpk.check import assert_close
 from fpk.device import Device, pretend, pretend_triton
 from fpk.kernels.gemm import _gluon
 from fpk.kernels.gemm._group_hopper import joint
+from fpk.kernels.gemm._scaled_space import late
 from fpk.kernels.gemm._warps_space import turns, warps, weight_warps
 from fpk.kernels.gemm._weight_shares import shares
 from fpk.op import OPS
@@ -34,7 +35,24 @@ def launch(name, config, case, seed=0, **changes):
     return out, op.reference(**args), op.tolerance(bound)
 
 
+def grouped(columns, stages, kernel="gluon", **more):
+    return dict(kernel=kernel, GROUP_M=2, STAGES=stages, num_warps=4) | columns | more
+
+
+EXPERTS = dict(M=300, N=328, K=656, E=3)
+HALF = EXPERTS | dict(M=470)  # tiles of at most 64 rows too, which one of the consumers passes
+GLUON = dict(BLOCK_N=128)
+SLIM = dict(BLOCK_M=32, BLOCK_N=128, PER_SM=1, GROUP_M=1)
+MANY = dict(M=600, N=392, K=1040)
 CASES = [
+    ("scaled_mm", late(128, 256, 4), MANY | dict(fast_accum=True)),
+    ("scaled_mm", late(128, 128, 3, cluster=1), MANY | dict(dtype=torch.int8, K=512)),
+    ("grouped_scaled_mm", grouped(GLUON, 4), EXPERTS | dict(bias=True, dropped=0.3)),
+    ("grouped_scaled_mm", grouped(dict(BLOCK_N=256), 3), HALF | dict(fast_accum=True, spread="one")),
+    ("grouped_scaled_mm", grouped(SLIM, 3), EXPERTS | dict(dropped=0.3, fast_accum=True, bias=True)),
+    ("grouped_scaled_mm_group", grouped(GLUON, 4), HALF | dict(dropped=0.1, bias=True)),
+    ("grouped_scaled_mm_group", grouped(SLIM, 5), EXPERTS),
+    ("grouped_scaled_mm_group", grouped({}, 3, "wide"), HALF | dict(dropped=0.1, bias=True)),
     ("scaled_mm", warps(128, 128, 4), SIZE | dict(bias=True)),
     ("scaled_mm", warps(128, 192, 5), SIZE | dict(fast_accum=True, layout="rows", K=1200)),
     ("scaled_mm", warps(256, 128, 3), SIZE | dict(M=300, fast_accum=True)),
@@ -88,6 +106,8 @@ WIDE, PROMOTED, PARTS = (
         (warps(128, 128, 4), dict(fast_accum=True)), (warps(128, 128, 3), {}), (warps(128, 192, 3), {}),
     )
 )  # fmt: skip
+WIDEST = (grouped({}, 3, "wide"), HALF | dict(dropped=0.1))
+LATE = (late(128, 256, 4), MANY | dict(fast_accum=True))
 WAIT = "mbarrier.wait(full.index(slot), (turn // STAGES) & 1)"
 TAKEN = "mbarrier.wait(taken.index(which), (given & 1) ^ 1)"
 BROKEN = [
@@ -141,6 +161,23 @@ BROKEN = [
         "pass",
     ),
     ("mm_weight_only", shares(64, 1, 2, 2, 1, 1, 1, 0, 1), FEW, "_produce", "phase ^ 1, phase)", "phase, phase)"),
+    ("scaled_mm", *LATE, "_consume", "CLUSTER)\n            turn += 1", "1)\n            turn += 1"),
+    ("scaled_mm", *LATE, "_consume", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
+    ("scaled_mm", *LATE, "_consume", "wait_alone(FULL + slot * 8, (turn // STAGES) & 1)", "pass"),
+    ("scaled_mm", *LATE, "_put", "tma.store_wait(1)", "tma.store_wait(2)"),
+    ("scaled_mm", *LATE, "fill", "wait(barriers.index(STAGES + slot)", "wait(barriers.index(slot)"),
+    ("scaled_mm", *LATE, "fill", "+ rank * SHARE", ""),
+    ("grouped_scaled_mm_group", *WIDEST, "_fetch", "mbarrier.arrive(bar, count=1)", "pass"),
+    ("grouped_scaled_mm_group", *WIDEST, "_fetch", "nbytes * 2)", "nbytes)"),
+    ("grouped_scaled_mm_group", *WIDEST, "_put", "tma.store_wait(0)", "pass"),
+    (
+        "grouped_scaled_mm_group",
+        *WIDEST,
+        "_multiply",
+        "else:\n            for _ in range(steps)",
+        "else:\n            for _ in ()",
+    ),
+    ("grouped_scaled_mm_group", *WIDEST, "_finish", "row + 64 <= end", "row <= end"),
     ("mm_weight_only", shares(64, 2, 1, 3, 1, 1, 1, 0, 2), FEW, "finish_in_cluster", "both_groups()", "pass"),
 ]
 
