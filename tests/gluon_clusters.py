@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from gluon_emulator import Barrier, Fault, Program, pause, task
-from gluon_language import change, method_to, tile_of, wait_at
+from gluon_emulator import Barrier, Buffer, Fault, Program, pause, task
+from gluon_language import Pointer, change, method_to, store, tile_of, wait_at
+from gluon_language import load as fetch
 from torch import Tensor
 
 RANK = 24  # an address of the cluster's memory is rank << RANK and a byte
@@ -74,6 +75,25 @@ def rounded(tile: Tensor, OUT: Any) -> Tensor:
     return method_to(tile, OUT).contiguous().view(torch.int32)
 
 
+def quantize_rows(
+    x: Pointer, codes: Buffer, scales: Pointer, first: int, count: int, width: int, SLOTS: int, SEGS: int, GROUP: int,
+    QMAX: float, MANTISSA: int, BIAS: int, MAX: float, *_: Any,
+) -> None:  # fmt: skip
+    """Plain Triton of `_tile` is called inside: rows as codes in shared memory, scales of segments in memory."""
+    slots = torch.arange(SLOTS)[:, None] + first
+    at, inside = torch.arange(SEGS * 128)[None, :], slots < count
+    rows = fetch(x + slots * width + at, inside & (at < width), 0.0).float().reshape(SLOTS, SEGS, 128)
+    amax = rows.abs().amax(-1) if GROUP > 0 else rows.abs().amax((1, 2))[:, None].expand(SLOTS, SEGS)
+    scale = (amax.clamp(min=1e-10) / QMAX) if GROUP > 0 else (amax / QMAX).clamp(min=1 / (512 * QMAX))
+    codes.store((rows / scale[..., None]).clamp(-MAX, MAX).to(codes.dtype).reshape(-1, 128))
+    store(scales + torch.arange(SLOTS * SEGS), scale.flatten())
+
+
+def silu(g: Tensor, up: Tensor, FORMULA: str, *_: Any) -> Tensor:
+    assert FORMULA == "silu"
+    return torch.nn.functional.silu(g) * up
+
+
 def _words(program: Program) -> Tensor:
     return program.memory.view(torch.float32)
 
@@ -107,6 +127,8 @@ ASSEMBLY: dict[str, dict[str, Any]] = dict(
     _gluon_weight_cluster=dict(everybody=sync, both_groups=groups, put_fours=put),
     _gluon_weight_sums=dict(_opaque=lambda x: x),
     _gluon_wide=dict(_opaque=lambda x: x),
+    _token_parts=dict(quantize_rows=quantize_rows),
+    _activation=dict(activate=silu),
     _multicast=dict(meet=lambda x: sync(), wait_alone=wait_at, release=release, _load_to_both=load_to_all),
     _gluon_late=dict(_rounded=rounded),
 )

@@ -20,7 +20,6 @@ import torch
 from gluon_emulator import Barrier, Buffer, Fault, Machine, Product, Program, Region, Task, pause, task
 from torch import Tensor
 from triton.experimental.gluon import language as real
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
@@ -122,7 +121,7 @@ def tile_of(desc: Any, start: Any) -> Tensor:
     tile = torch.zeros(desc.block_shape, dtype=desc.base.dtype)
     inside, part = box(desc, start)
     if all(s.start < s.stop for s in inside):
-        tile[part] = desc.base[inside]
+        tile[part] = desc.base.as_strided(desc.shape, desc.strides)[inside]
     return tile.view(torch.uint8).flatten()
 
 
@@ -145,7 +144,7 @@ def store_tile(desc: Any, start: Any, buffer: Buffer) -> None:
 
     def leave() -> None:
         inside, part = box(desc, start)
-        desc.base[inside] = buffer.view[part]
+        desc.base.as_strided(desc.shape, desc.strides)[inside] = buffer.view[part]
         mine.clear()
 
     me.machine.copy(leave)
@@ -260,7 +259,7 @@ class Language:
     load, store = staticmethod(load), staticmethod(store)
     where, atomic_add = staticmethod(where), staticmethod(atomic_add)
     sum = staticmethod(lambda x, axis: x.sum(axis, dtype=x.dtype))
-    max = staticmethod(lambda x, axis: x.amax(axis))
+    max, min = staticmethod(lambda x, axis: x.amax(axis)), staticmethod(lambda x, axis: x.amin(axis))
     associative_scan = staticmethod(lambda x, axis, add: x.cumsum(axis, dtype=x.dtype))
     inline_asm_elementwise = staticmethod(assembly)
     thread_barrier = barrier = staticmethod(lambda: None)
@@ -333,9 +332,10 @@ class Translation:
 
         if name in HOPPER:
             return HOPPER[name]
-        if isinstance(value, JITFunction):
+        if isinstance(value, (JITFunction, InterpretedFunction)):
             place = value.fn.__module__.rsplit(".")[-1]
-            return ASSEMBLY.get(place, {}).get(value.fn.__name__) or self.function(value.fn)
+            counterpart = ASSEMBLY.get(place, {}).get(value.fn.__name__)
+            return counterpart or (self.function(value.fn) if isinstance(value, JITFunction) else value)
         if isinstance(value, ConstexprFunction):
             return value.fn
         return value.value if isinstance(value, real.constexpr) else value
@@ -370,7 +370,7 @@ def emulated(seed: int = 0, **changes: tuple[str, str]) -> Iterator[list[str]]:
     """Inside the block launches of Gluon kernels run here; the names of those that ran are appended to the list."""
     translation, ran = Translation(changes), list[str]()
     interpreted = InterpretedFunction.run
-    original, seeds = GluonJITFunction.run, itertools.count(seed * 1000)
+    original, seeds = JITFunction.run, itertools.count(seed * 1000)
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = [p.name for p in self.params]
@@ -391,8 +391,8 @@ def emulated(seed: int = 0, **changes: tuple[str, str]) -> Iterator[list[str]]:
     def interpret(self: Any, *args: Any, **kwargs: Any) -> Any:  # the interpreter cannot wait for a kernel in front
         return interpreted(self, *args, **kwargs | ({"PDL": False} if "PDL" in kwargs else {}))
 
-    GluonJITFunction.run, InterpretedFunction.run = run, interpret
+    JITFunction.run, InterpretedFunction.run = run, interpret
     try:
         yield ran
     finally:
-        GluonJITFunction.run, InterpretedFunction.run = original, interpreted
+        JITFunction.run, InterpretedFunction.run = original, interpreted

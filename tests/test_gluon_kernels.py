@@ -44,7 +44,11 @@ HALF = EXPERTS | dict(M=470)  # tiles of at most 64 rows too, which one of the c
 GLUON = dict(BLOCK_N=128)
 SLIM = dict(BLOCK_M=32, BLOCK_N=128, PER_SM=1, GROUP_M=1)
 MANY = dict(M=600, N=392, K=1040)
+TOKEN = dict(K=1152, I=384, E=3, top_k=3)
+STREAM = dict(kernel="stream", BOX13=32, BOX2=32, STAGES=3, num_warps=8, maxnreg=128)
 CASES = [
+    ("moe_token", STREAM, TOKEN | dict(scheme="block", residual="weighted")),
+    ("moe_token", STREAM | dict(BOX13=16, BOX2=64, STAGES=2), TOKEN | dict(mapped=True)),
     ("scaled_mm", late(128, 256, 4), MANY | dict(fast_accum=True)),
     ("scaled_mm", late(128, 128, 3, cluster=1), MANY | dict(dtype=torch.int8, K=512)),
     ("grouped_scaled_mm", grouped(GLUON, 4), EXPERTS | dict(bias=True, dropped=0.3)),
@@ -148,6 +152,8 @@ BROKEN = [
     ("scaled_mm_group", joint(64, 64, 4, 2), FEW, "_multiply", "    meet()", "    pass"),
     ("scaled_mm_group", joint(64, 64, 4, 2), FEW, "_fetch", "cluster_sync(SHARE * SPLIT_K)", "pass"),
     ("scaled_mm_group", joint(64, 64, 4, 2), FEW, "_fetch", "(LEFT + RIGHT) * 128)", "LEFT * 128)"),
+    ("moe_token", STREAM, TOKEN, "_multiply_up", "mbarrier.wait(full.index(s), (turn // STAGES) & 1)", "pass"),
+    ("moe_token", STREAM, TOKEN, "_fetch_down", "((turn // STAGES) & 1) ^ 1", "(turn // STAGES) & 1"),
     ("mm_weight_only", weight_warps(64, 128, 3), SIZE, "_consume", "mbarrier.wait(full.index(slot), (", "max(0, ("),
     ("mm_weight_only", weight_warps(64, 128, 3), SIZE, "_rename", "fence_async_shared()", "pass"),
     ("mm_weight_only", weight_warps(64, 128, 3), SIZE, "put", "tma.store_wait(0)", "pass"),
