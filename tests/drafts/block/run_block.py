@@ -9,6 +9,7 @@ meanwhile. Then one process times the others.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -140,7 +141,7 @@ def main() -> int:
     parser.add_argument("--only", help="names of candidates, also those of MORE and MORE_FEW")
     parser.add_argument("--shapes", help="numbers of SHAPES")
     parser.add_argument("--csv", default="")
-    parser.add_argument("--jobs", type=int, default=4, help="processes that compile")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--do", choices=("check", "compile", "warm", "time"), help=argparse.SUPPRESS)
     options = parser.parse_args()
