@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,11 @@ def test_results_are_of_kernels_that_are_here(path):
             op = fpk.OPS[PRODUCTS[row["product"]]]
             config = ast.literal_eval(row["config"]) if row["config"] else {}
             assert config.get("kernel", next(iter(op.kernels))) in op.kernels, row
+
+
+def test_counted_mutants_are_those_of_the_table():
+    with (ROOT / "results" / "mutants.csv").open(newline="") as file:
+        found = Counter(row["verdict"] for row in csv.DictReader(file))
+    valid = found["killed"] + found["survived"] + found["open"]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{found['killed']} of {valid} mutants" in text
