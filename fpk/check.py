@@ -87,7 +87,8 @@ def expect_own_places(what: str, tensor: Tensor) -> None:
 def expect_slots(what: str, tensor: Tensor, slots: int, most: int = 2**31 - 1) -> None:
     """Kernels number the rows of experts in int32; some have a program for each along a grid's second axis."""
     if slots > most:
-        raise ValueError(f"{what}: expected at most {most} slots, got {slots} by shape {_spell(tensor.shape)}")
+        bound = "2^31 - 1" if most == 2**31 - 1 else most
+        raise ValueError(f"{what}: expected at most {bound} slots, got {slots} by shape {_spell(tensor.shape)}")
 
 
 def expect_not_empty(what: str, tensor: Tensor, dim: int) -> None:
