@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
     guarded.watch(InterpreterBuilder)
 
-import fpk.kernels  # noqa: F401  declares every op
+import fpk.kernels
 
 ON_GPU = torch.cuda.is_available()
 
@@ -92,3 +92,15 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def device():
     return "cuda" if ON_GPU else "cpu"
+
+
+@pytest.fixture
+def on_references(monkeypatch):
+    """Models run on the ops' references, without gradients, on the CPU: the kernels have their own laws."""
+    for op in fpk.OPS.values():
+        op._memo.clear()
+    monkeypatch.setattr(fpk.op, "INTERPRETING", False)
+    with torch.no_grad(), torch.device("cpu"):
+        yield
+    for op in fpk.OPS.values():
+        op._memo.clear()

@@ -5,22 +5,13 @@ import torch
 from torch import nn
 
 import fpk
-import fpk.op
 from fpk._experts import QuantizedExperts
 from fpk.nn import QuantizedLinear
 
 SCHEMES = ("fp8_channel", "int8_channel", "mxfp4:none", "fp8_channel:none", "nvfp4:nvfp4")
 
 
-@pytest.fixture(autouse=True)
-def _references(monkeypatch):
-    for op in fpk.OPS.values():
-        op._memo.clear()
-    monkeypatch.setattr(fpk.op, "INTERPRETING", False)
-    with torch.no_grad(), torch.device("cpu"):
-        yield
-    for op in fpk.OPS.values():
-        op._memo.clear()
+pytestmark = pytest.mark.usefixtures("on_references")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

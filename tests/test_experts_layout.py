@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import fpk
-import fpk.op
 from fpk._experts import QuantizedExperts
 from fpk._experts_layout import expert_layout
 from fpk.check import rel_error
@@ -14,15 +13,7 @@ from fpk.check import rel_error
 E, H, I = 5, 64, 32
 
 
-@pytest.fixture(autouse=True)
-def _references(monkeypatch):
-    for op in fpk.OPS.values():
-        op._memo.clear()
-    monkeypatch.setattr(fpk.op, "INTERPRETING", False)
-    with torch.no_grad(), torch.device("cpu"):
-        yield
-    for op in fpk.OPS.values():
-        op._memo.clear()
+pytestmark = pytest.mark.usefixtures("on_references")
 
 
 class Stacked(nn.Module):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fpk
-import fpk.op
 from fpk._experts import QuantizedExperts
 from fpk._experts_layout import expert_layout
 from fpk.check import bits, rel_error
@@ -16,16 +15,7 @@ from fpk.check import bits, rel_error
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(autouse=True)
-def _references(monkeypatch):
-    """Models run on the ops' references: the kernels have their own laws."""
-    for op in fpk.OPS.values():
-        op._memo.clear()
-    monkeypatch.setattr(fpk.op, "INTERPRETING", False)
-    with torch.no_grad(), torch.device("cpu"):
-        yield
-    for op in fpk.OPS.values():
-        op._memo.clear()
+pytestmark = pytest.mark.usefixtures("on_references")
 
 
 def model_of(kind):
