@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from fpk._parsing import parse
+
 
 def source_hash(kernels: Iterable[Any], by_name: bool = False) -> str:
     """12 hex digits over the syntax of jitted functions, of the jitted functions they call, and captured constants.
@@ -25,7 +27,7 @@ def source_hash(kernels: Iterable[Any], by_name: bool = False) -> str:
 
 def jitted_by(function: Callable[..., Any]) -> list[Any]:
     """The jitted functions that a launcher names, for the hashes of old runs."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    tree = parse(textwrap.dedent(inspect.getsource(function)))
     return [value for _, value in _captured(function, tree) if isinstance(getattr(value, "fn", None), Callable)]  # type: ignore[arg-type]
 
 
@@ -74,7 +76,7 @@ def _visit(fn: Callable[..., Any], seen: dict[Any, list[str]], by_name: bool) ->
     name = fn.__qualname__
     if (key := name if by_name else fn) in seen:
         return
-    tree = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+    tree = parse(textwrap.dedent(inspect.getsource(fn))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

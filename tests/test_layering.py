@@ -17,7 +17,7 @@ from fpk.op import OPS
 PACKAGE = Path(fpk.__file__).parent
 ROOT = PACKAGE.parent
 STDLIB = sys.stdlib_module_names
-BASE = {"db", "check", "formats", "shapes", "samples", "device"}
+BASE = {"db", "check", "formats", "shapes", "samples", "device", "_parsing"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ LAYERS = {
     "methods": _layer("methods api kernels op formats check device", "torch safetensors"),
     "api": _layer("api kernels op formats check device", "torch"),
     "tune": _layer("tune kernels op " + " ".join(BASE), None),
-    "kernels": _layer("kernels op check formats samples shapes device db", "torch triton"),
+    "kernels": _layer("kernels op " + " ".join(BASE), "torch triton"),
     "op": _layer("op " + " ".join(BASE), "torch"),
     **{name: _layer(" ".join(BASE), "torch") for name in BASE},
     "db": _layer(" ".join(BASE), "torch platformdirs"),
