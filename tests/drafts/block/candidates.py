@@ -1,23 +1,20 @@
 """The drafts' candidates and what each is checked and timed on."""
 
-import contextlib
-import functools
-from collections.abc import Iterator
+import sys
+from pathlib import Path
 from typing import Any
-from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import lean
 import share
 import torch
-from triton.runtime.jit import JITFunction
+from launches import GPU, recording  # noqa: F401  for drafts that are made of these
+from launches import as_there as _as_there  # noqa: F401
 
 import fpk.kernels  # noqa: F401  declares every op
-from fpk.device import pretend
 from fpk.op import OPS
-from fpk.tune.arguments import outline
-from fpk.tune.lint import device_of
 
-GPU = "nv-h200-sm90-132"
 OP = OPS["scaled_mm_group"]
 
 # name -> arguments of lean.config, in the order in which they are worth trying
@@ -92,7 +89,8 @@ def draft(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def checks(name: str) -> list[dict[str, Any]]:
-    return CHECKS_SHARE if name in SHARE else CHECKS_FEW if name in FEW_TOO else CHECKS
+    """Cases of scaled_mm_group that a candidate is checked on."""
+    return [case_of(c) for c in (CHECKS_SHARE if name in SHARE else CHECKS_FEW if name in FEW_TOO else CHECKS)]
 
 
 def meant_for(name: str, m: int) -> bool:
@@ -100,6 +98,12 @@ def meant_for(name: str, m: int) -> bool:
     if name in SHARE:
         return m <= 64
     return (name in FEW_TOO) == (m <= 256) and (m > 64 or name == "few128-x1")
+
+
+def sizes(name: str) -> list[dict[str, Any]]:
+    """One of those that a candidate is timed at: all have the same kernel."""
+    size = next(s for s in SHAPES if meant_for(name, s[0]))
+    return [case_of(dict(zip("MNK", size, strict=True)))]
 
 
 def case_of(c: dict[str, Any]) -> dict[str, Any]:
@@ -110,38 +114,6 @@ def case_of(c: dict[str, Any]) -> dict[str, Any]:
     return case
 
 
-def fits(name: str, config: dict[str, Any], columns: bool) -> bool:
-    return name in SHARE or lean.fits(config, columns)
-
-
-@functools.cache
-def _outline(*case: tuple[str, Any]) -> dict[str, Any]:
-    return outline(OP, dict(case))
-
-
-def _as_there(fn: Any, **arguments: Any) -> Any:
-    with pretend(device_of(GPU)):
-        return fn(**arguments)
-
-
-def calls(name: str) -> Iterator[tuple[dict[str, Any], Any]]:
-    """(case, call) of every check and one timed shape that a candidate has shared memory for: as if on the H200, with
-    tensors of which nothing is read."""
-    fn, config = draft(name)
-    size = next(s for s in SHAPES if meant_for(name, s[0]))
-    for c in (dict(zip("MNK", size, strict=True)), *checks(name)):
-        case = case_of(c)
-        if fits(name, config, case["scale_layout"] == "column"):
-            yield case, functools.partial(_as_there, fn, **_outline(*sorted(case.items())), config=config)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """What launches in the block are given is noted, and nothing else happens: (kernel, arguments, options)."""
-    seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        seen.append((kernel, args, options))
-
-    with mock.patch.object(JITFunction, "run", note):
-        yield seen
+def fits(name: str, case: dict[str, Any]) -> bool:
+    """Is there shared memory for a case?"""
+    return name in SHARE or lean.fits(draft(name)[1], case["scale_layout"] == "column")

@@ -9,22 +9,23 @@ import counterparts
 import gluon_clusters
 import gluon_language
 import pytest
-import run_block  # first: what timing imports
+import run_block  # first: where timing and trial are found
 import timing
 import torch
+import trial
 from lean import block_lean_kernel, fetch
 from share import _fetch_share, block_share_kernel
 
 from fpk.check import assert_close
 from fpk.device import Device, pretend
 
-OP = candidates.OP
+OP, PLAN = candidates.OP, run_block.PLAN
 
 
 @pytest.mark.parametrize("name", candidates.ALL)
 def test_launchers_give_their_kernels_what_these_take(name):
     """Of the first check: all parameters, and descriptors where the loads' assembly reads them."""
-    case, call = list(candidates.calls(name))[1]
+    case, call = list(PLAN.calls(name))[1]
     with candidates.recording() as seen:
         call()
     ((kernel, args, options),) = seen
@@ -44,7 +45,7 @@ def test_launchers_give_their_kernels_what_these_take(name):
 
 def test_everything_planned_is_of_a_candidate_and_has_checks():
     for name in candidates.ALL:
-        cases = [case for case, _ in candidates.calls(name)]
+        cases = [case for case, _ in PLAN.calls(name)]
         assert len(cases) >= 6 and any(case.get("bias") for case in cases) and any(case["K"] % 128 for case in cases)
     for m, _, _ in candidates.SHAPES:
         assert any(candidates.meant_for(name, m) for name in candidates.FIRST)
@@ -59,8 +60,9 @@ def there(monkeypatch):
         return lambda config, **s: OP.reference(**OP.bind(**s)), candidates.lean.config(**candidates.LEAN[name])
 
     monkeypatch.setattr(timing, "draft", draft)
-    monkeypatch.setattr(run_block, "draft", draft)
-    monkeypatch.setattr(run_block, "checks", lambda name: [dict(M=3, N=8, K=128), dict(M=2, N=8, K=256, bias=True)])
+    few = [dict(M=3, N=8, K=128), dict(M=2, N=8, K=256, bias=True)]
+    monkeypatch.setattr(PLAN, "draft", draft)
+    monkeypatch.setattr(PLAN, "checks", lambda name: [candidates.case_of(c) for c in few])
     monkeypatch.setattr(timing, "BLOCK_MS", 0.1)
     with dry.seeming_gpu():
         yield
@@ -86,12 +88,12 @@ def test_what_is_timed_gets_to_its_rows(there, tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_wrong_is_told(there, monkeypatch, capsys):
-    run_block.check("ahead256")
+    trial.check(PLAN, "ahead256")
     assert "ahead256 OK" in capsys.readouterr().out
-    fn, config = run_block.draft("ahead256")
-    monkeypatch.setattr(run_block, "draft", lambda name: (lambda **s: 1.1 * fn(**s), config))
+    fn, config = PLAN.draft("ahead256")
+    monkeypatch.setattr(PLAN, "draft", lambda name: (lambda **s: 1.1 * fn(**s), config))
     with pytest.raises(SystemExit, match="ahead256 WRONG"):
-        run_block.check("ahead256")
+        trial.check(PLAN, "ahead256")
 
 
 @pytest.fixture

@@ -1,24 +1,18 @@
 """Times of the drafts beside today's kernel and DeepGEMM: CUDA graphs over rotated inputs, by turns, medians."""
 
-import csv
 import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import peers
 import torch
 from candidates import LEAN, OP, SHAPES, draft, meant_for
-
-from fpk.check import rel_error
+from race import Call, race, save, sets_needed
 
 FIELDS = ("M", "N", "K", "kernel", "us", "deep_gemm_over_it", "error_to_today")
 BLOCK_MS, ROUNDS = 10.0, 4
-BYTES = 180_000_000  # of inputs that rotate: more than L2 holds
-MOST_SETS = 24
-Call = Callable[[dict[str, Any]], Any]
 
 
 def deep_gemm() -> Call | None:
@@ -53,33 +47,10 @@ def busiest(config: dict[str, Any], m: int, n: int, sms: int = 132) -> int:
     return -(-clusters // (sms // cluster - (cluster > 2))) * config["BLOCK_N"] * rows // 128
 
 
-def captured(call: Call, sets: Sequence[dict[str, Any]], stream: Any) -> Any:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for s in sets:
-            call(s)
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def block(graph: Any, sets: int) -> list[float]:
-    """Microseconds of a call, of every replay but the first."""
-    begun, times = time.perf_counter(), []
-    while (time.perf_counter() - begun) * 1e3 < BLOCK_MS or len(times) < 3:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / sets)
-    return times[1:]
-
-
 def time_shape(size: tuple[int, int, int], names: Sequence[str], gemm: Call | None) -> dict[str, tuple[float, float]]:
     """(microseconds, error to today's kernel) of everything that runs."""
     m, n, k = size
-    count = max(1, min(MOST_SETS, -(-BYTES // (m * k + n * k))))
+    count = sets_needed(m * k + n * k)
     sets = [OP.inputs(M=m, N=n, K=k, scale_layout="column", device="cuda", seed=7 * i) for i in range(count)]
     calls: dict[str, Call] = {"today": lambda s: OP(**s)}
     if gemm is not None:
@@ -88,22 +59,7 @@ def time_shape(size: tuple[int, int, int], names: Sequence[str], gemm: Call | No
         if meant_for(name, m):
             fn, config = draft(name)
             calls[name] = lambda s, fn=fn, config=config: fn(**s, config=config)
-    expected = calls["today"](sets[0])
-    graphs, errors, stream = {}, {}, torch.cuda.Stream()
-    for who, call in calls.items():
-        try:
-            errors[who] = rel_error(call(sets[0]), expected)
-            torch.cuda.synchronize()
-            graphs[who] = captured(call, sets, stream)
-        except Exception as problem:
-            print(f"{size} {who}: {type(problem).__name__}: {problem}"[:300], flush=True)
-            if "illegal" in str(problem) or "launch fail" in str(problem):
-                raise
-    samples: dict[str, list[float]] = {who: [] for who in graphs}
-    for turn in range(ROUNDS):
-        for who in list(graphs)[:: 1 if turn % 2 == 0 else -1]:
-            samples[who] += block(graphs[who], count)
-    return {who: (statistics.median(us), errors[who]) for who, us in samples.items()}
+    return race(size, calls, sets, BLOCK_MS, ROUNDS)
 
 
 def show(size: tuple[int, int, int], found: dict[str, tuple[float, float]]) -> list[dict[str, Any]]:
@@ -142,9 +98,5 @@ def time_all(names: Sequence[str], indices: Sequence[int], path: str) -> None:
     for index in indices:
         rows += show(SHAPES[index], time_shape(SHAPES[index], names, gemm))
         torch.cuda.empty_cache()
-        if path:  # whatever comes next, this is there
-            with open(path, "w", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                writer.writeheader()
-                writer.writerows(rows)
+        save(path, rows)
     means(rows)
