@@ -36,7 +36,7 @@ Draft = tuple[Callable[..., torch.Tensor], dict[str, Any]]
 @dataclass
 class Plan:
     """The candidates of a folder. draft: (function, config) of a name; checks: its cases of the op; fits: does it run
-    a case?; sizes: cases that it is timed at; shapes: how many there are for `--shapes`."""
+    a case?; sizes: cases that it is timed at; shapes: how many there are for `--shapes`; more: a check beside those."""
 
     script: str
     op: Op[..., Any]
@@ -49,6 +49,7 @@ class Plan:
     sizes: Callable[[str], Sequence[dict[str, Any]]]
     time_all: Callable[[Sequence[str], Sequence[int], str], None]
     warm: Callable[[Sequence[int]], None] | None = None
+    more: Callable[[str], None] | None = None
     launches: int = 1  # of a call
 
     def calls(self, name: str) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -83,6 +84,8 @@ def check(plan: Plan, name: str) -> None:
             where = bad.nonzero()[:4].tolist()
             raise SystemExit(f"{name} WRONG {case}: error {error:.3e} > {tolerance:.1e}, repeats {same}, {where}")
         worst = max(worst, error)
+    if plan.more:
+        plan.more(name)
     print(f"{name} OK {worst:.2e}", flush=True)
 
 
