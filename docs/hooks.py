@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST = ("index.md", "guide.md", "writing-an-op.md", "database.md", "numerics.md", "benchmarks.md")
+FIRST = ("index.md", "guide.md", "writing-an-op.md", "database.md", "numerics.md", "benchmarks.md", "measured.md")
 TITLES = {
     "quant": "Quantizers", "pack": "Packing and layouts", "gemm": "Matrix products", "moe": "Mixture of experts",
     "attention": "Attention and KV caches",

@@ -98,6 +98,13 @@ PLAN = (
         ("drafts.block.run_block", "--dry"),
         70, 200, needs=("peers",),
     ),
+    Measurement(
+        "drafts_grouped", "docs/expert-kernels.md: kernels of grouped_scaled_mm_group that have not run yet",
+        ("{python}", "-W", "ignore", "{root}/tests/drafts/grouped/run_grouped.py", "--csv", "{out}/grouped.csv",
+         "--jobs", "{jobs}"),
+        ("drafts.grouped.run_grouped", "--dry"),
+        60, 200, needs=("peers",),
+    ),
     *TABLES[3:],
     Measurement(
         "dense", "products of 12 layers beside peers, blocks of 200 ms",

@@ -1,6 +1,6 @@
-"""README tables of packed weights: which pair runs how on which GPU, from the ops' own candidates; times on an H200.
+"""Tables of packed weights: which pair runs how on which GPU, from the ops' own candidates; times on an H200.
 
-python tests/bench/packed.py            # print both
+python tests/bench/packed.py            # print them
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from readme import table
+from readme import geomean, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "nv-h200-sm90-132"
 GPUS = ("sm80", "sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950")
@@ -103,7 +103,24 @@ def products() -> str:
     return table(header, rows)
 
 
-PARTS = {"packed_support": support, "packed": products}
+def rates() -> str:
+    """One line per product and number of tokens: bytes of the packed weight a second, operations a second, from-to."""
+    with open(RESULTS / "packed.csv", newline="") as f:
+        found = list(csv.DictReader(f))
+    groups: dict[tuple[str, int], list[dict[str, str]]] = {}
+    for r in found:
+        groups.setdefault((r["product"], int(r["M"])), []).append(r)
+    rows = []
+    for (product, tokens), of in groups.items():
+        ends = [[form.format(end(float(r[c]) for r in of)) for end in (min, max)]
+                for c, form in (("tb_per_s", "{:.1f}"), ("tflops", "{:.0f}"))]  # fmt: skip
+        ratios = [float(r["ratio"]) for r in of if r["ratio"]]
+        ratio = f"{geomean(ratios):.2f}" if ratios else ""
+        rows.append([product, str(tokens), str(len(of)), ratio, *(" to ".join(dict.fromkeys(e)) for e in ends)])
+    return table(["product", "rows", "layers", "peer / fpk", "TB/s", "TFLOP/s"], rows)
+
+
+PARTS = {"packed_support": support, "packed": products, "packed_rates": rates}
 
 if __name__ == "__main__":
     for name, make in PARTS.items():

@@ -1,7 +1,7 @@
-"""Rewrites the generated parts of README.md: the op table from OPS, the H200 tables from results/*.csv.
+"""Rewrites the generated parts of README.md and docs/*.md: the op table from OPS, the H200 tables from results/*.csv.
 
 python tests/bench/readme.py            # rewrite
-python tests/bench/readme.py --check    # exit 1 if README.md is not what this would write
+python tests/bench/readme.py --check    # exit 1 if a page is not what this would write
 """
 
 import csv
@@ -39,12 +39,12 @@ def ops() -> str:
     import fpk.kernels  # noqa: F401  declares every op
     from fpk.op import OPS
 
-    shown = {name: "timed below" for name in PRODUCT_OPS} | {r["op"]: "timed below" for r in rows_of("quantizers")}
-    shown |= {r["op"]: "timed below" for name in ("packed", "attention") for r in rows_of(name)}
+    shown = {name: "timed" for name in PRODUCT_OPS} | {r["op"]: "timed" for r in rows_of("quantizers")}
+    shown |= {r["op"]: "timed" for name in ("packed", "attention") for r in rows_of(name)}
     for r in rows_of("moe"):
         grouped = "_group" if "block" in r["scheme"] else ""
         name = STAGES.get(r["stage"], "").format(grouped)
-        shown["act_and_mul_quantize_fp8_token" if name == "act_and_mul_quantize_fp8" else name] = "timed below"
+        shown["act_and_mul_quantize_fp8_token" if name == "act_and_mul_quantize_fp8" else name] = "timed"
     for r in rows_of("exactness"):
         if r["differences"] == "0":
             shown[r["op"]] = f"{float(r['values']):.1e} values bit-equal"
@@ -71,40 +71,113 @@ def geomean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+TITLES = {
+    "fp8_token": "FP8 token x channel", "fp8_tensor": "FP8 tensor x tensor", "int8_token": "INT8 token x channel",
+    "fp8_block": "FP8 1 x 128 by 128 x 128", "fp8_weight_only": "bf16 x FP8 channel",
+    "int8_weight_only": "bf16 x INT8 channel",
+}  # fmt: skip
+PEERS = {"cutlass": "vLLM's CUTLASS", "deepgemm": "DeepGEMM", "torch_bf16": "bf16 product"}
+ACCUMULATION = {"1": "fast", "0": "full"}
+
+
+def accumulation(row: dict[str, str]) -> str:
+    """How an FP8 product was summed; "" where there is no choice."""
+    return ACCUMULATION[row["fast_accum"]] if row["product"] in ("fp8_token", "fp8_tensor") else ""
+
+
+def mean_of(found: list[dict[str, str]], above: str, below: str) -> str:
+    """Geometric mean of a quotient of two columns over the rows that have both."""
+    values = [float(r[above]) / float(r[below]) for r in found if r[above] and r[below]]
+    return f"{geomean(values):.2f}" if values else "-"
+
+
 def products() -> str:
     """One line per product and number of tokens: geometric means over the layers that were timed."""
     groups: dict[tuple[str, str, int], list[dict[str, str]]] = {}
     for r in rows_of("products"):
-        kinds = {"1": "fast", "0": "full"} if r["product"].startswith("fp8_t") else {"0": ""}
-        groups.setdefault((r["product"], kinds[r["fast_accum"]], int(r["M"])), []).append(r)
+        groups.setdefault((r["product"], accumulation(r), int(r["M"])), []).append(r)
     rows = []
-    for (product, accumulation, tokens), found in groups.items():
-        ratios = [float(r["ratio"]) for r in found if r["ratio"]]
+    for (product, accumulated, tokens), found in groups.items():
         shares = [max(float(r["tflops"]) / PEAK_TFLOPS, float(r["gb_per_s"]) / READ_GB_PER_S) for r in found]
+        peers = ", ".join(sorted({PEERS.get(r["peer"], r["peer"]) for r in found}))
         rows.append(
             [
-                product, accumulation, str(tokens), str(len(found)), ", ".join(sorted({r["peer"] for r in found})),
-                f"{geomean(ratios):.2f}", f"{min(ratios):.2f}", f"{geomean(shares):.2f}",
+                TITLES[product], accumulated, str(tokens), str(len(found)), peers, mean_of(found, "peer_us", "us"),
+                f"{min(float(r['ratio']) for r in found if r['ratio']):.2f}",
+                mean_of(found, "peer_us", "default_us"), mean_of(found, "floor_us", "us"), f"{geomean(shares):.2f}",
                 max((r["error"] for r in found if r["error"]), key=float, default=""),
             ]
         )  # fmt: skip
-    return table(
+    header = [
+        "product", "accumulation", "tokens", "layers", "fastest peer", "peer / fpk", "lowest", "peer / default",
+        "floor / fpk", "share of roofline", "error",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
+Timed = tuple[str, int, str, float]  # work, tokens, the other side, its time by fpk's
+
+
+def matrix(found: list[Timed]) -> str:
+    """A line for each work, a column for each number of tokens: geometric mean, beside it the lowest ratio."""
+    tokens = sorted({t for _, t, _, _ in found})
+    rows = []
+    for work in dict.fromkeys(w for w, _, _, _ in found):
+        others = ", ".join(sorted({other for w, _, other, _ in found if w == work}))
+        cells = []
+        for t in tokens:
+            ratios = [ratio for w, at, _, ratio in found if (w, at) == (work, t)]
+            lowest = f" ({min(ratios):.2f})" if len(ratios) > 1 else ""
+            cells.append(f"{geomean(ratios):.2f}{lowest}" if ratios else "")
+        rows.append([work, others, *cells])
+    return table(["", "peers", *map(str, tokens)], rows)
+
+
+def speed_products() -> str:
+    return matrix(
         [
-            "product", "accumulation", "tokens", "layers", "fastest peer", "peer / fpk", "lowest",
-            "share of roofline", "error",
-        ],
-        rows,
+            (", ".join(filter(None, [TITLES[r["product"]], accumulation(r)])), int(r["M"]),
+             PEERS.get(r["peer"], r["peer"]), float(r["ratio"]))
+            for r in rows_of("products") if r["ratio"]
+        ]
     )  # fmt: skip
+
+
+def speed_packed() -> str:
+    """Rows of expert products are those of gpt-oss: each of its tokens goes to four experts."""
+    peers = {"marlin_us": "Marlin", "triton_kernels_us": "triton_kernels", "cublas_bf16_us": "cuBLAS bf16"}
+    found = []
+    for r in rows_of("packed"):
+        times = {name: float(r[c]) for c, name in peers.items() if r[c]}
+        packed_peers = {name: t for name, t in times.items() if name != "cuBLAS bf16"} or times
+        if r["ratio"]:
+            tokens = int(r["M"]) // 4 if "experts" in r["product"] else int(r["M"])
+            found.append((r["product"], tokens, min(packed_peers, key=packed_peers.__getitem__), float(r["ratio"])))
+    return matrix(found)
+
+
+def expert_rows() -> list[dict[str, str]]:
+    wanted = ("layer", "w13", "w2")
+    found = [r for r in rows_of("moe") if r["ratio"] and r["routing"] == "balanced" and r["stage"] in wanted]
+    return sorted(found, key=lambda r: (r["scheme"], r["stage"], int(r["T"])))
+
+
+def speed_experts() -> str:
+    return matrix(
+        [
+            (f"{r['stage']}, `{r['scheme']}`", int(r["T"]), r["other"].split(" (")[0], float(r["ratio"]))
+            for r in expert_rows()
+        ]
+    )
 
 
 def experts() -> str:
     """One line per stage, scheme and number of tokens: geometric means over the models that were timed."""
     groups: dict[tuple[str, str, int], list[dict[str, str]]] = {}
-    for r in rows_of("moe"):
-        if r["ratio"] and r["routing"] == "balanced" and r["stage"] in ("layer", "w13", "w2"):
-            groups.setdefault((r["scheme"], r["stage"], int(r["T"])), []).append(r)
+    for r in expert_rows():
+        groups.setdefault((r["scheme"], r["stage"], int(r["T"])), []).append(r)
     rows = []
-    for (scheme, stage, tokens), found in sorted(groups.items()):
+    for (scheme, stage, tokens), found in groups.items():
         ratios, shares = [float(r["ratio"]) for r in found], [float(r["share"]) for r in found]
         others = ", ".join(sorted({r["other"].split(" (")[0] for r in found}))
         rows.append([f"`{scheme}`", stage, str(tokens), str(len(found)), others, f"{geomean(ratios):.2f}",
@@ -241,26 +314,39 @@ PARTS = {
     "ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study,
     "caches": caches, "parallel": parallel, "parallel_gpu": lambda: parallel(RESULTS.name), "scaling": scaling,
     "attention": attention, "experts": experts, "methods": methods, "dispatch": dispatch, "online": online,
-    "packed": lambda: packed("packed"), "packed_support": lambda: packed("packed_support"),
+    "speed_products": speed_products, "speed_packed": speed_packed, "speed_experts": speed_experts,
+    "packed_rates": lambda: packed("packed_rates"), "packed": lambda: packed("packed"),
+    "packed_support": lambda: packed("packed_support"),
 }  # fmt: skip
 
 
-def written(text: str) -> str:
-    for name, make in PARTS.items():
-        pattern = rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)"
-        if not re.search(pattern, text, re.S):
-            raise ValueError(f"README.md: expected a part between '<!-- {name}: generated -->' and '<!-- end -->'")
-        text = re.sub(pattern, lambda m, make=make: m[1] + make() + "\n" + m[2], text, flags=re.S)
-    return text
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MARKED = re.compile(r"(<!-- (\w+): generated -->\n).*?(<!-- end -->)", re.S)
+
+
+def written(text: str, made: dict[str, str]) -> str:
+    """A page with its generated parts as they should be; `made` keeps what was made for the pages before."""
+
+    def renew(found: re.Match[str]) -> str:
+        name = found[2]
+        if name not in PARTS:
+            raise ValueError(f"generated part: expected one of {', '.join(PARTS)}, got {name}")
+        made[name] = made[name] if name in made else PARTS[name]()
+        return f"{found[1]}{made[name]}\n{found[3]}"
+
+    return MARKED.sub(renew, text)
 
 
 def main() -> int:
-    path = ROOT / "README.md"
-    text = path.read_text()
-    new = written(text)
+    made: dict[str, str] = {}
+    texts = {page: page.read_text() for page in PAGES}
+    new = {page: written(text, made) for page, text in texts.items()}
+    if missing := PARTS.keys() - made:
+        raise ValueError(f"pages: expected a place for every generated part, got none for {', '.join(sorted(missing))}")
     if "--check" in sys.argv:
-        return int(new != text)
-    path.write_text(new)
+        return int(new != texts)
+    for page, text in new.items():
+        page.write_text(text)
     return 0
 
 
