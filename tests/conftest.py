@@ -1,5 +1,6 @@
 """Device choice, interpreter, poisoned memory, hypothesis profiles, and the count of kernel launches."""
 
+import gc
 import os
 
 import torch
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     import interpreter_fixes  # noqa: F401
+    import interpreter_speed  # noqa: F401
 
 import guarded
 
@@ -35,6 +37,18 @@ settings.register_profile(
 settings.load_profile("big" if ON_GPU else os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 torch.set_num_threads(1)  # pytest-xdist brings the parallelism
+
+
+def pytest_collection_finish():
+    """The collector does not look at what was imported again and again: that took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # for what modules clear at the end
+
 
 _LAUNCHES = [0]
 
