@@ -99,6 +99,13 @@ PLAN = (
         70, 200, needs=("peers",),
     ),
     Measurement(
+        "drafts_few", "docs/dense-kernels.md: a kernel of scaled_mm for few tokens that has not run yet",
+        ("{python}", "-W", "ignore", "{root}/tests/drafts/few/run_few.py", "--csv", "{out}/few.csv", "--jobs",
+         "{jobs}"),
+        ("drafts.few.run_few", "--dry"),
+        60, 200,
+    ),
+    Measurement(
         "drafts_grouped", "docs/expert-kernels.md: kernels of grouped_scaled_mm_group that have not run yet",
         ("{python}", "-W", "ignore", "{root}/tests/drafts/grouped/run_grouped.py", "--csv", "{out}/grouped.csv",
          "--jobs", "{jobs}"),
