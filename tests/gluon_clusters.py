@@ -104,7 +104,7 @@ def put(at: Tensor, values: Tensor) -> None:
     at, values = torch.broadcast_tensors(at, values)
     begin, end = int(at.min()), int(at.max()) + 4
     program.check_writable((begin, end), "a sum")
-    _words(program)[at.flatten() // 4] = values.flatten()
+    _words(program)[at.flatten() // 4] = values.flatten().view(torch.float32)  # or int32, as it is
     program.filled.view(-1, 4)[at.flatten() // 4] = True
 
 
