@@ -265,10 +265,13 @@ class Op(Generic[P, R]):
         return self._launch_on_device(bound, config, device)
 
 
-@torch.compiler.assume_constant_result  # dynamo has no context variables
 def batch_must_not_matter() -> bool:
     """Are configs chosen for a fixed batch, so that no result depends on the batch?"""
     return isinstance(db.active(), db.BatchInvariant)
+
+
+# a constant of a traced graph, as dynamo has no context variables; torch's own decorator imports dynamo for seconds
+batch_must_not_matter._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def op(*, reference: Callable[P, R], **parts: Any) -> Callable[[Callable[..., R]], Op[P, R]]:

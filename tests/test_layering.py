@@ -235,7 +235,7 @@ def test_importing_is_light(what):
         "assert not torch.cuda.is_initialized()\n"
         "print(*sys.modules)"
     ).split()
-    heavy = {"pandas", "matplotlib", "transformers", "tokenizers", "gguf", "pyarrow", "sklearn", "ray"}
+    heavy = {"pandas", "matplotlib", "transformers", "tokenizers", "gguf", "pyarrow", "sklearn", "ray", "torch._dynamo"}
     assert not heavy & set(loaded)
 
 
