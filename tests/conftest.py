@@ -43,7 +43,6 @@ def pytest_collection_finish():
     """The collector does not look at what was imported again and again: that took a tenth of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_unconfigure():
