@@ -1,7 +1,6 @@
 """A thread that notices when other ranks die. NCCL itself does not: its kernels wait for a dead rank for ever."""
 
 import threading
-import time
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ BEAT_S = 1.0
 class Watch:
     """Every rank counts up under its name in the store; a count that stands still for `patience_s` is a lost rank.
 
+    Seconds are those in which this rank counted itself: after a standstill of the whole machine nobody is lost.
     On a loss the communicators of this process are aborted, so that whoever waits for them returns, and `check` raises
     from then on.
     """
@@ -34,14 +34,17 @@ class Watch:
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join(2 * self.beat_s)
-            try:
-                self._store.set(f"fpk/beat/{self.rank}", "left")
-            except Exception:  # rank 0, which has the store, may be gone already
-                return
+            self._leave()
+
+    def _leave(self) -> None:
+        try:
+            self._store.set(f"fpk/beat/{self.rank}", "left")
+        except Exception:  # rank 0, which has the store, may be gone already
+            return
 
     def _watch(self) -> None:
         beat = 0
-        seen = {r: ("", time.monotonic()) for r in range(self.size) if r != self.rank}
+        seen = {r: ("", 0) for r in range(self.size) if r != self.rank}
         while not self._ended.wait(self.beat_s):
             beat += 1
             try:
@@ -52,13 +55,14 @@ class Watch:
                     if now == "left":
                         del seen[other]
                     elif now != last:
-                        seen[other] = (now, time.monotonic())
-                    elif time.monotonic() - when > self.patience_s:
+                        seen[other] = (now, beat)
+                    elif (beat - when) * self.beat_s > self.patience_s:
                         return self._give_up(f"rank {other} gave no sign of life for {self.patience_s:.0f} s")
             except Exception as error:  # stores raise types of their own
                 if self._ended.is_set():
                     return
                 return self._give_up(f"the store is gone (did rank 0 die?): {str(error).splitlines()[0]}")
+        self._leave()  # once more: the last count may have come after the word of `stop`
 
     def _give_up(self, why: str) -> None:
         self.lost = why
