@@ -6,9 +6,9 @@ What mm_weight_only's `shares` does, without anything to decode: a step of ROWS 
 (K) and the tokens' same columns come by TMA, told by one barrier, and go from shared memory into the matrix unit, the
 weights on its 64-row side. Every program takes equally many consecutive steps, across the ends of tiles. One that ends
 inside a tile leaves its sum in memory, and the last of those that share the tile adds all up in their order (tickets):
-no second kernel, and no result depends on timing, nor on the number of tokens but by the config. CLUSTER programs may
-instead divide each tile, and add up in each other's shared memory. The first STAGES steps of weights are on their way
-before the kernel in front has finished.
+no second kernel, and results depend neither on timing nor, with one config, on how many tokens there are. CLUSTER
+programs may instead divide each tile, and add up in each other's shared memory. The first STAGES steps of weights are
+on their way before the kernel in front has finished.
 
 PROMOTE (full accuracy): each step's sum begins in the unit and moves to fp32 registers.
 EARLY: the next launch may start before the kernel in front of this one has finished, if there is room on an SM.
