@@ -33,13 +33,27 @@ BAD = {
 
 
 def options(configs=GOOD, log="", **more):
+    """A trial may take as long as a loaded machine makes it; who hangs is given up after a second, see `impatient`."""
+    patient = dict.fromkeys(("trial_limit_s", "compile_limit_s", "finals_limit_s"), 300.0)
     return Options(
         "tune_stubs:make", H200, {"log": str(log)}, {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS)},
-        candidates=lambda op, case: [dict(c) for c in configs], **({"trial_limit_s": 4.0} | more),
+        candidates=lambda op, case: [dict(c) for c in configs], **(patient | more),
     )  # fmt: skip
 
 
-def test_every_bad_candidate_gets_its_verdict_and_the_sweep_goes_on(tmp_path):
+@pytest.fixture
+def impatient(monkeypatch):
+    """A candidate that never answers costs one second."""
+    submit = Worker.submit
+
+    def soon(self, method, *args, limit_s):
+        hangs = args and isinstance(args[-1], dict) and args[-1].get("num_stages") == stubs.HANG
+        submit(self, method, *args, limit_s=1.0 if hangs else limit_s)
+
+    monkeypatch.setattr(Worker, "submit", soon)
+
+
+def test_every_bad_candidate_gets_its_verdict_and_the_sweep_goes_on(tmp_path, impatient):
     bad = [GOOD[0] | dict(num_stages=kind) for kind in BAD]
     table = fpk.tune(
         OP, cases={"a": dict(M=16, K=512)}, options=options([*GOOD[:2], *bad, *GOOD[2:]]), budget=0,
@@ -49,7 +63,7 @@ def test_every_bad_candidate_gets_its_verdict_and_the_sweep_goes_on(tmp_path):
     got = {json.loads(c)["num_stages"]: s for c, s in zip(screen.config, screen.status, strict=True)}
     assert got == BAD | {1: "ok"}
     assert (screen.status == "ok").sum() == len(GOOD)
-    assert screen.seconds.max() <= 30
+    assert screen[screen.status == "timeout"].seconds.tolist() == [pytest.approx(1.0)]
     finals = table[(table.stage == "final") & (table.status == "ok")]
     assert json.loads(finals.iloc[0].config) == GOOD[5], "the fastest of the good ones wins"
     rows = db.parse_table((tmp_path / "db" / H200.id / f"{OP}.csv").read_text())
@@ -82,16 +96,23 @@ def test_candidates_that_got_no_memory_are_tried_again(tmp_path):
 
 
 SWEEP = """
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background inherits that it is ignored
-import tune_stubs
 from test_tune import options
 from fpk.tune.sweep import sweep
 from fpk.tune.trials import TrialStore
-if __name__ == "__main__":
-    store = TrialStore(sys.argv[1])
-    print("begun", flush=True)
-    sweep(store, "s", options(log=sys.argv[2]), lambda line: print(line, flush=True))
+
+class Ended(TrialStore):
+    left = int(sys.argv[4])
+
+    def record(self, *trials):
+        super().record(*trials)
+        self.left -= len(trials)
+        if self.left <= 0:
+            os.kill(os.getpid(), int(sys.argv[3]))
+            time.sleep(600)
+
+sweep(Ended(sys.argv[1]), "s", options(log=sys.argv[2]))
 """
 CASES = [dict(M=m, K=k) for m in (16, 32) for k in (256, 512)]
 
@@ -102,37 +123,27 @@ def _plan(path):
     return store
 
 
-def _process(path, log):
-    return subprocess.Popen(
-        [sys.executable, "-c", SWEEP, str(path), str(log)], stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path, how):
+    """The signal comes when a few trials of the second case are stored."""
     path, log = tmp_path / "t.sqlite", tmp_path / "log"
     store = _plan(path)
-    process = _process(path, log)
-    limit = time.monotonic() + 60
-    while store.count() < len(GOOD) + 3 and time.monotonic() < limit:
-        time.sleep(0.01)
-    process.send_signal(how)
-    process.wait(timeout=30)
-    process.stdout.close()
+    words = [str(path), str(log), str(int(how)), str(2 * len(GOOD) + 3)]
+    env = os.environ | {"PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", SWEEP, *words], capture_output=True, env=env, timeout=600)
+    assert done.returncode == -how, done.stderr
     assert store.integrity() == "ok"
     before = {t.trial_id for t in store.trials(stage="screen")}
-    assert before
+    assert len(before) == len(GOOD) + 3
+    assert [j["state"] for j in store.jobs("s")] == ["done", "open", "open", "open"]
     lines = []
     assert sweep(store, "s", options(log=log), lines.append)
     assert before <= {t.trial_id for t in store.trials(stage="screen")}
     assert all(j["state"] == "done" for j in store.jobs("s"))
     assert len(store.trials(stage="screen")) == len(CASES) * len(GOOD)
     assert "min left" in lines[-1]
-    # every candidate was screened once; the one in flight when the process died may have been measured twice, and
-    # finals of a case that was not finished are repeated as a whole
-    measured = len(log.read_text().splitlines())
-    assert measured <= 2 * len(CASES) * len(GOOD) + 1 + len(GOOD)
+    # every candidate was screened once and was once among the finals
+    assert len(log.read_text().splitlines()) == 2 * len(CASES) * len(GOOD)
 
 
 def test_two_gpus_share_the_work(tmp_path):
@@ -157,11 +168,11 @@ def test_candidates_compile_ahead_in_processes(tmp_path):
     assert statuses.count("out_of_resources") == statuses.count("compile_error") == len(CASES)
 
 
-def test_run_all_replaces_workers_that_die():
+def test_run_all_replaces_workers_that_die(impatient):
     calls = [("trial", (OP, dict(M=4, K=64), GOOD[0] | dict(num_stages=s))) for s in (1, stubs.ABORT, 1, stubs.HANG, 1)]
     o = options()
     workers = [Worker(o.executor, {}, o.env) for _ in range(2)]
-    replies = dict(run_all(workers, calls, 4.0))
+    replies = dict(run_all(workers, calls, 300.0))
     for worker in workers:
         worker.close()
     assert [replies[i].status for i in range(5)] == ["ok", "crash", "ok", "timeout", "ok"]
