@@ -4,6 +4,7 @@ For processes in which TRITON_INTERPRET is unset.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ TARGETS = {
 FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
 
 
+@functools.cache
+def _binder(fn: JITFunction, target: GPUTarget) -> tuple[Any, Any]:
+    backend = make_backend(target)
+    return backend, jit.create_function_from_signature(fn.signature, fn.params, backend)
+
+
 @dataclass
 class Launch:
     """One `kernel[grid](*args, **kwargs)`; kwargs hold constexprs and launch options alike."""
@@ -46,10 +53,9 @@ class Launch:
 
     def specialised(self, target: GPUTarget) -> tuple[Any, Any, Any, Any]:
         """(options, signature, constexprs, attributes), by the very code that Triton's launcher runs."""
-        backend = make_backend(target)
+        backend, binder = _binder(self.fn, target)
         # the launcher adds these itself, under names that differ between versions
         kwargs = self.kwargs | {"debug": False}
-        binder = jit.create_function_from_signature(self.fn.signature, self.fn.params, backend)
         bound, specialization, options = binder(*self.args, **kwargs)
         return self.fn._pack_args(backend, kwargs, bound, specialization, options)
 

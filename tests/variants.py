@@ -38,8 +38,17 @@ def alignment(bound: dict[str, Any]) -> str:
 def calls(op: Op, tokens: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """(case without M, arguments, config): candidates over every M; then each of the op's options, with defaults."""
     case = representative(op)[0]
+    made: dict[str, dict[str, Any]] = {}
+
+    def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
+        """Made once: every option has the value that all others are tried with."""
+        spelled = repr(sorted(case.items()))
+        if spelled not in made:
+            made[spelled] = arguments(op, case, ARCH)
+        return made[spelled]
+
     for m in ROWS:
-        bound = arguments(op, case | {tokens: m}, ARCH)
+        bound = arguments_of(case | {tokens: m})
         with pretend(ARCH) as device:
             legal = legal_candidates(op, bound, device)
         for config in legal[:: max(1, len(legal) // CONFIGS)][:CONFIGS]:
@@ -48,7 +57,7 @@ def calls(op: Op, tokens: str) -> Iterator[tuple[str, dict[str, Any], dict[str, 
         for value in values if not _is_size(values) else ():
             for m in FEW_ROWS:
                 try:
-                    bound = arguments(op, case | {name: value, tokens: m}, ARCH)
+                    bound = arguments_of(case | {name: value, tokens: m})
                     with pretend(ARCH):
                         config = op.config_for(**bound)
                 except (NotImplementedError, ValueError):  # an option that this shape or GPU does not have
