@@ -192,7 +192,7 @@ def test_torch_distributed_finds_the_maximum(tmp_path):
     processes = [context.Process(target=_gloo, args=(r, 2, tmp_path / "store", results)) for r in range(2)]
     for process in processes:
         process.start()
-    got = [results.get(timeout=120) for _ in range(4)]
+    got = [results.get(timeout=300) for _ in range(4)]
     for process in processes:
         process.join(60)
     message = "p.weight_scale: expected a process group of 3 ranks (layer.tp_group), got one of 2"
