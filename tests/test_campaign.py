@@ -120,7 +120,7 @@ def overlap():
     spans = {}
     for line in open(log):
         at, who, what = line.split()
-        if who != "both" and what != "prepared":
+        if who != "both" and what in ("begins", "ends"):
             spans.setdefault(who, []).append(float(at))
     spans = [(s[0], s[1] if len(s) > 1 else float("inf")) for s in spans.values()]
     return any(b1 < e2 and b2 < e1 for i, (b1, e1) in enumerate(spans) for b2, e2 in spans[:i])
@@ -130,20 +130,34 @@ while not overlap() and time.monotonic() < limit:
 """
 
 
+ASKS = """
+def asks():
+    while gate.VARIABLE in os.environ:  # asking takes it out
+        time.sleep(0.02)
+    time.sleep(0.2)
+    note("asked")
+import threading
+threading.Thread(target=asks).start()
+gate.turn"""
+
+
 def test_two_gpus_measure_side_by_side_and_one_for_both_is_not_starved(world):
-    names = ("a", "both", "b", "c", "d")
-    together = f"until(*{[f'{n} prepared' for n in names]})\ngate.turn"
-    for name in names:
-        code = MEASURE.format(name=name, seconds=0.3).replace("gate.turn", together)
-        if name in "bcd":  # the first is alone until the one for both had its turn
-            code = code.replace("time.sleep", f"log = {str(world.log)!r}\n{OVERLAPS}time.sleep")
+    """All others ask while the first measures, and the one for both before those for one."""
+    others = ("both", "b", "c", "d")
+    asked = ", ".join(f"'{n} asked'" for n in others)
+    first = MEASURE.format(name="a", seconds=0.3).replace("time.sleep", f"until({asked})\ntime.sleep")
+    world.job("a", first)
+    for name in others:
+        behind = "a begins" if name == "both" else "both asked"
+        code = MEASURE.format(name=name, seconds=0.3).replace("gate.turn", f"until({behind!r})\n{ASKS}")
+        if name != "both":
+            code = code.replace("time.sleep(0.3)", f"log = {str(world.log)!r}\n{OVERLAPS}time.sleep(0.3)")
         world.job(name, code, gpus=1 + (name == "both"))
     found = world.run(gpus="0,1", ahead=5)
     assert {r["status"] for r in found.values()} == {"done"}
-    spans = {n: [t for m, w, t in world.events() if m == n and w != "prepared"] for n in names}
+    spans = {n: [t for m, w, t in world.events() if m == n and w in ("begins", "ends")] for n in ("a", *others)}
     begin, end = spans.pop("both")
-    assert all(e <= begin or b >= end for b, e in spans.values())
-    assert sum(e <= begin for b, e in spans.values()) < 4
+    assert spans["a"][1] <= begin and all(spans[n][0] >= end for n in "bcd")
     overlaps = [b1 < e2 and b2 < e1 for n, (b1, e1) in spans.items() for m, (b2, e2) in spans.items() if n < m]
     assert any(overlaps)
 
