@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import fpk
-from fpk import db
+from fpk import check, db
 from fpk._moe import gathers
 from fpk._moe_checks import Static
 from fpk.check import bits
 from fpk.device import pretend
 from fpk.formats import scheme_of
-from fpk.op import _BATCHED, OPS
+from fpk.op import _BATCHED, OPS, batch_must_not_matter
 from fpk.tune.arguments import outline
 
 CHOOSY = [
@@ -128,3 +128,12 @@ def test_it_is_of_a_context_and_keeps_the_database():
         thread.join()
         assert isinstance(seen[1], db.BatchInvariant)
     assert not isinstance(db.active(), db.BatchInvariant)
+
+
+@pytest.mark.parametrize(
+    "asks", [batch_must_not_matter, check.has_fp8_units, check.fp8_dtype], ids=lambda f: f.__name__
+)
+def test_constants_of_traced_graphs_are_marked_as_torch_marks_them(asks):
+    """By the attribute alone: torch's decorator imports dynamo, which takes every process seconds."""
+    marked = torch.compiler.assume_constant_result(lambda: 0)
+    assert vars(asks) == vars(marked) != {}
