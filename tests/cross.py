@@ -3,6 +3,7 @@
     python tests/cross.py                 the default config of every op on every target
     python tests/cross.py --sample 3      and as many candidates, drawn by seed, on one target that changes daily
     python tests/cross.py --shipped       default configs of both cases, and every row of the database, on every target
+    python tests/cross.py --hungry        candidates nearest to a target's limit of shared memory, by the op's account
     python tests/cross.py --all           every legal candidate on every target (hours)
 
 For each launch: it compiles; its shared memory fits; a kernel meant for the matrix unit uses the instruction that its
@@ -27,6 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import triton
 import unwritten
@@ -216,6 +218,27 @@ def summary(records: list[Record]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def check_hungry(name: str, target: str) -> list[Record]:
+    """Of each kernel the legal candidate that is the first to go where there is less shared memory, if by a third."""
+    op, seen, records = OPS[name], set[str](), []
+    for case in representative(op):
+        try:
+            bound = arguments(op, case, target)
+            with pretend(target) as device:
+                legal, limit = legal_candidates(op, bound, device), device.shared_limit
+        except NotImplementedError:
+            continue
+        found: dict[str, dict] = {}
+        for share in (97, 90, 80, 67):
+            with mock.patch.dict(SHARED_LIMIT, {target: limit * share // 100}):
+                left = [c for c in legal if not op.is_legal(c, bound, device)]
+            for config in left:
+                found.setdefault(config.get("kernel", ""), config)
+        for config in found.values():
+            records += compile_config(op, bound, config, target, False, seen)
+    return records
+
+
 def chosen(op: Op, bound: dict, device: Device, candidates: int | None, seed: int) -> list[dict]:
     legal = legal_candidates(op, bound, device)[1:]
     if candidates is None or len(legal) <= candidates:
@@ -225,16 +248,15 @@ def chosen(op: Op, bound: dict, device: Device, candidates: int | None, seed: in
 
 def _task(task: tuple) -> list[Record]:
     try:
-        return check_shipped(*task[:2]) if task[2] == "shipped" else check_op(*task)
+        named = {"shipped": check_shipped, "hungry": check_hungry}
+        return named[task[2]](*task[:2]) if task[2] in named else check_op(*task)
     except Exception as error:  # one broken op must not hide the others
         return [Record(task[0], "-", task[1], {}, True, wrong=[_brief(error)])]
 
 
-def tasks(
-    ops: list[str], targets: list[str], everything: bool, sample: int, day: int, shipped: bool = False
-) -> list[tuple]:
-    if shipped:
-        return [(op, target, "shipped", day) for op in ops for target in targets]
+def tasks(ops: list[str], targets: list[str], everything: bool, sample: int, day: int, what: str = "") -> list[tuple]:
+    if what:
+        return [(op, target, what, day) for op in ops for target in targets]
     plan: list[tuple] = [(op, target, None if everything else 0, day) for op in ops for target in targets]
     if sample and not everything:
         rotating = {op: targets[(zlib.crc32(op.encode()) + day) % len(targets)] for op in ops}
@@ -249,6 +271,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=0, help="candidates per op on its target of the day")
     parser.add_argument("--all", action="store_true", help="every legal candidate on every target")
     parser.add_argument("--shipped", action="store_true", help="default configs and the database's rows")
+    parser.add_argument("--hungry", action="store_true", help="what asks for most shared memory")
     parser.add_argument("--csv", help="also write what each kernel takes at most here")
     parser.add_argument("--day", type=int, default=int(time.time() // 86400), help="repeats the draw of a day")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -260,7 +283,8 @@ def main() -> int:
         importlib.import_module(args.extra)
         args.ops = ",".join(n for n in OPS if n not in known)
     ops = args.ops.split(",") if args.ops else list(OPS)
-    plan = tasks(ops, args.targets.split(","), args.all, args.sample, args.day, args.shipped)
+    what = "shipped" if args.shipped else "hungry" if args.hungry else ""
+    plan = tasks(ops, args.targets.split(","), args.all, args.sample, args.day, what)
     records: list[Record] = []
     print(f"day {args.day}: {len(plan)} pairs of op and target", flush=True)
     context = multiprocessing.get_context("fork")  # the modules are imported already

@@ -73,6 +73,15 @@ def test_compiles_everywhere(name):
         assert not record["note"] or ("FP8" in record["note"] and record["target"] == "sm80"), record["note"]
 
 
+def test_what_is_nearest_to_the_limit_fits():
+    """On the target whose pipeline keeps most: every stage, with padding. `cross.py --hungry` looks at all."""
+    ops = "scaled_mm,scaled_mm_group,grouped_mm,mm_packed"
+    code, table, records = _cross("--hungry", "--targets", "gfx950", "--ops", ops)
+    assert code == 0, table
+    assert {r["op"] for r in records} == set(ops.split(","))
+    assert max(r["shared"] for r in records) > 0.9 * SHARED_LIMIT["gfx950"]  # the choice does find what fills it
+
+
 @pytest.mark.parametrize("name", [n for n, op in OPS.items() if any(k.matrix for k in op.kernels.values())])
 def test_matrix_kernels_use_the_matrix_unit(name):
     used = {(r["target"], r["matrix"]) for r in compiled() if r["op"] == name and r["matrix"]}

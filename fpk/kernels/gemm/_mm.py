@@ -189,9 +189,13 @@ def scale_step(K: int, *periods: int) -> int:
     return math.gcd(*changes) if changes else triton.next_power_of_2(max(K, 1))
 
 
-def stages_held(config: Config, device: Device) -> int:
-    """Tiles of each operand in shared memory at a time; AMD's pipeline keeps the last one in registers."""
-    return max(1, config["num_stages"] - 1) if device.arch.startswith("gfx") else config["num_stages"]
+def stages_held(config: Config, device: Device) -> float:
+    """Tiles of each operand in shared memory at a time.
+
+    The pipeline of gfx942 keeps the last one in registers. gfx950 copies all of them there, and pads them by a 32nd.
+    """
+    stages: int = config["num_stages"]
+    return {"gfx942": max(1, stages - 1), "gfx950": stages * 33 / 32}.get(device.arch, stages)
 
 
 def fits_descriptors(*tensors: Tensor) -> bool:
