@@ -1,6 +1,8 @@
 """Shipped tables are clean, and the lint would say so if they were not."""
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 
@@ -154,3 +156,17 @@ def test_a_call_gets_what_explain_says():
                     assert tables.candidates(name, other, device_of(gpu)) == expected, (name, other)
                     asked += bool(expected)
     assert asked > 500
+
+
+def test_outlines_take_no_memory():
+    """Of 4 GB of weights; tests fill what is allocated, and so may whoever asks torch to be deterministic."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    case = dict(M=16, N=65536, K=65536)
+    outline(OPS["scaled_mm"], dict(M=16, N=64, K=64))  # imports what it needs
+    before = resident()
+    bound = outline(OPS["scaled_mm"], case)
+    assert bound["b"].shape == (65536, 65536) and bound["b"].stride() == (65536, 1)
+    assert resident() - before < 100e6

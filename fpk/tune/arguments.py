@@ -29,8 +29,9 @@ def _real(value: Any) -> Any:
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
     per_line = max(16 // value.element_size(), 1)
     offset = value.storage_offset() % per_line
-    buffer = torch.empty_strided((extent + offset,), (1,), dtype=value.dtype)
-    return buffer.as_strided(value.shape, value.stride(), offset)
+    # a storage by itself: torch fills new tensors where it is asked to be deterministic
+    storage = torch.UntypedStorage((extent + offset) * value.element_size())
+    return torch.empty(0, dtype=value.dtype).set_(storage, offset, value.shape, value.stride())
 
 
 def key_of(op: Op[..., Any], case: dict[str, Any], device: Device) -> dict[str, int | str]:
