@@ -201,7 +201,11 @@ def check_shipped(name: str, target: str) -> list[Record]:
 
 
 def summary(records: list[Record]) -> list[dict[str, Any]]:
-    """One line for each kernel of an op on a target: the most that any of its configs takes."""
+    """One line for each kernel of an op on a target: the most that any of its configs takes.
+
+    Spills apart for defaults, which may not, and for rows of the database, which were measured as they are, or tuned
+    for another family.
+    """
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         if not record.note:
@@ -209,7 +213,9 @@ def summary(records: list[Record]) -> list[dict[str, Any]]:
     return [
         dict(
             op=op, kernel=kernel, target=target, configs=len(found), registers=max(r.registers or 0 for r in found),
-            spills=max(r.spills or 0 for r in found), shared=max(r.shared for r in found),
+            spills=max((r.spills or 0 for r in found if r.default), default=0),
+            spills_of_rows=max((r.spills or 0 for r in found if not r.default), default=0),
+            shared=max(r.shared for r in found),
             instructions=max(r.instructions for r in found),
             matrix=" ".join(sorted({w for r in found for w in r.matrix.split()})),
             wrong=sum(bool(r.wrong) for r in found), triton=triton.__version__,

@@ -94,13 +94,17 @@ def compiled() -> str:
         return f"{int(row[what]):,} ({row['op']})"
 
     rows = [
-        [target, triton, len({r["op"] for r in found}), sum(int(r["configs"]) for r in found),
-         sum(int(r["spills"]) for r in found), *(most(found, w) for w in ("registers", "shared", "instructions")),
-         sum(int(r["wrong"]) for r in found)]
+        [
+            target, triton, len({r["op"] for r in found}), sum(int(r["configs"]) for r in found),
+            sum(int(r["spills"]) for r in found), max(int(r["spills_of_rows"]) for r in found),
+            *(most(found, w) for w in ("registers", "shared", "instructions")), sum(int(r["wrong"]) for r in found),
+        ]
         for (target, triton), found in sorted(groups.items())
     ]  # fmt: skip
-    header = ("target", "Triton", "ops", "kernels compiled", "spills", "most registers", "most shared memory, bytes",
-              "most instructions", "wrong")  # fmt: skip
+    header = (
+        "target", "Triton", "ops", "kernels compiled", "spills of defaults", "most of a row", "most registers",
+        "most shared memory, bytes", "most instructions", "wrong",
+    )  # fmt: skip
     return table(header, rows)
 
 
