@@ -221,8 +221,12 @@ def study() -> str:
 
 
 def provenance() -> str:
-    r = rows_of("products")[0]
-    return f"Measured on one NVIDIA H200 (`{r['gpu']}`), torch {r['torch']}, triton {r['triton']}, {r['date']}."
+    """GPU, versions and dates of all tables of times."""
+    found = [r for n in ("products", "packed", "moe", "quantizers", "attention", "dispatch") for r in rows_of(n)]
+    said = {n: sorted({r[n] for r in found if r.get(n)}) for n in ("gpu", "torch", "triton", "date")}
+    dates = " to ".join(dict.fromkeys((said["date"][0], said["date"][-1])))
+    torch, triton = ", ".join(said["torch"]), ", ".join(said["triton"])
+    return f"Measured on one NVIDIA H200 (`{', '.join(said['gpu'])}`), torch {torch}, triton {triton}, {dates}."
 
 
 def caches() -> str:
