@@ -10,9 +10,9 @@ from fpk.device import of
 from fpk.formats import E4M3FN, scheme_of
 from fpk.op import OPS
 
-__all__ = ["Shuffled", "shuffle", "shuffle_pays", "shuffled_arguments"]
+__all__ = ["FORMATS", "Shuffled", "shuffle", "shuffle_pays", "shuffled_arguments"]
 
-_FORMATS = ("mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2")
+FORMATS = ("mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,10 +80,10 @@ def shuffle(weight: Any, activation: str = "none") -> Shuffled:
             lie so far apart that e4m3 does not hold their values.
     """
     scheme = scheme_of(weight.scheme)
-    if weight.codes.dim() == 3 and scheme.product in _FORMATS and activation == "none":
+    if weight.codes.dim() == 3 and scheme.product in FORMATS and activation == "none":
         return _shuffled_experts(weight, scheme.product)
-    if scheme.product not in _FORMATS or weight.codes.dim() != 2:
-        raise ValueError(f"shuffle.weight: expected an (N, K) matrix of {', '.join(_FORMATS)}, got {weight!r}")
+    if scheme.product not in FORMATS or weight.codes.dim() != 2:
+        raise ValueError(f"shuffle.weight: expected an (N, K) matrix of {', '.join(FORMATS)}, got {weight!r}")
     fp8 = activation.removesuffix("_static") in ("fp8_token", "fp8_channel", "fp8_tensor")
     if not fp8 and activation != "none":
         raise ValueError(f"shuffle.activation: expected none, fp8_token or fp8_tensor, got {activation!r}")

@@ -111,6 +111,8 @@ def fence() -> None:
 def box(desc: Any, start: Any) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Where a descriptor's tile lies in its tensor, and which part of the tile that is."""
     start = [int(s) for s in start]
+    if start[-1] * desc.base.element_size() % 16:
+        raise Fault(f"TMA at element {start[-1]} of a row, which is no multiple of 16 bytes")  # an illegal instruction
     ends = [min(s + b, n) for s, b, n in zip(start, desc.block_shape, desc.shape, strict=True)]
     begins = [min(max(s, 0), e) for s, e in zip(start, ends, strict=True)]
     inside = tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))

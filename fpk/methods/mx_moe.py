@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpk._shuffled import Shuffled, shuffle, shuffle_pays
+from fpk._shuffled import FORMATS, Shuffled, shuffle, shuffle_pays
 from fpk.api import Quantized
 from fpk.check import has_fp8_units
 from fpk.formats import E4M3FN, E8M0, FP8, MX_BLOCK, NVFP4_BLOCK, scheme_of
@@ -126,7 +126,8 @@ class PackedExpertsMethod(SerializedMoEMethod):
 
     def shuffles(self, layer: Any, device: torch.device) -> bool:
         """Do products run faster with weights in the layout of `fpk.shuffle`, which serves bf16 tokens only?"""
-        return self.act == "none" and layer.orig_dtype is torch.bfloat16 and shuffle_pays(device)
+        serves = scheme_of(self.weight).product in FORMATS and self.act == "none"
+        return serves and layer.orig_dtype is torch.bfloat16 and shuffle_pays(device)
 
     def moved(self, layer: Any) -> None:
         is_fp8 = self.act.startswith("fp8") or self.act.startswith("mxfp8")

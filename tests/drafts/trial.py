@@ -141,7 +141,7 @@ def checked(plan: Plan, names: Sequence[str], indices: Sequence[int]) -> list[st
     good, until = [], time.monotonic() + min(CHECK_S, gate.left())
     for name, process in checking.items():
         text = said(process, until)
-        print(name, *text.split("\n")[-3:], sep="\n  ", flush=True)
+        print(name, *text.split("\n")[-7:], sep="\n  ", flush=True)
         if process.returncode == 0 and f"{name} OK" in text:
             good.append(name)
     for process in warming:

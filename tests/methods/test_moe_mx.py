@@ -59,9 +59,12 @@ def test_ocp_mx_parameters_and_values(weight):
     assert torch.equal(w13, torch.cat([made["w1"][2], made["w3"][2]], 1)) and torch.equal(w2, made["w2"][2])
 
 
+@pytest.mark.parametrize("pays", (False, True), ids=("plain", "shuffled"))
 @pytest.mark.parametrize("pair", [(w, a) for w, acts in PAIRS.items() for a in acts], ids=":".join)
-def test_every_ocp_mx_pair(pair):
-    """The ecosystem's eleven schemes, and what engines refuse: fp6 weights alone or with FP8, dynamic FP8, MXFP8."""
+def test_every_ocp_mx_pair(pair, pays, monkeypatch):
+    """The ecosystem's eleven schemes, and what engines refuse: fp6 weights alone or with FP8, dynamic FP8, MXFP8. On a
+    GPU with and without kernels for shuffled weights."""
+    monkeypatch.setattr("fpk.methods.mx_moe.shuffle_pays", lambda device: pays)
     weight, act = pair
     layer, made = layer_of(ocp(weight, act)), mx_checkpoint(weight)
     load_mx(layer, made)

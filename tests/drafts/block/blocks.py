@@ -13,7 +13,7 @@ from fpk.kernels.gemm._gluon import barrier, columns_of, halves, locate
 def multiply_blocks(
     out_desc, a_desc, b_desc, pool, bias_ptr, tiles_m, tiles_n, steps, N,
     WHICH: gl.constexpr, CODES: gl.constexpr, OUT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr, CLUSTER: gl.constexpr, SA_COLUMNS: gl.constexpr, OUT_AT: gl.constexpr,
+    GROUP_M: gl.constexpr, CLUSTER: gl.constexpr, OUT_AT: gl.constexpr,
     SA_AT: gl.constexpr, SB_AT: gl.constexpr, BARS_AT: gl.constexpr, DESIGN: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile, a product of 128 columns and one of the other 128 or 64."""
@@ -27,9 +27,9 @@ def multiply_blocks(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 4)
     LEFT_M: gl.constexpr = gl.DotOperandLayout(0, LM, 4)
     SLOT: gl.constexpr = 128 + BLOCK_N
-    SA: gl.constexpr = 512 if SA_COLUMNS else 2048
+    SA: gl.constexpr = 512
     rank = cluster_rank()
-    sa_at = SA_AT + (WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))) * (SA // 128)
+    sa_at = SA_AT + (WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))) * 4
     slot = 0
     phase = 0
     me, all_of = gl.program_id(0) // CLUSTER, gl.num_programs(0) // CLUSTER

@@ -116,4 +116,4 @@ def case_of(c: dict[str, Any]) -> dict[str, Any]:
 
 def fits(name: str, case: dict[str, Any]) -> bool:
     """Is there shared memory for a case?"""
-    return name in SHARE or lean.fits(draft(name)[1], case["scale_layout"] == "column")
+    return name in SHARE or lean.fits(draft(name)[1])

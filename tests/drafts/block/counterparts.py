@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 import torch
-from gluon_emulator import Buffer, Fault, Program, overlap, pause, task
-from gluon_language import change, tile_of, wait_at
+from gluon_emulator import Barrier, Buffer, Fault, Program, overlap, pause, task
+from gluon_language import Pointer, change, tile_of, wait_at
 from torch import Tensor
 
 
@@ -30,6 +30,63 @@ def load(
         raise Fault(f"a copy to {MANY} of {len(machine.programs)} programs")
     for program in machine.programs if MANY > 1 else [task().program]:
         program.land((to, to + data.numel()), data, at)
+
+
+class Copies:
+    """What a partition has copied since it told the barrier before; the barrier hears when all has landed."""
+
+    def __init__(self, arrivals: int = 128) -> None:
+        self.flying, self.arrivals = 0, arrivals
+        self.barrier: Barrier | None = None
+
+    def change(self, by: int, barrier: Barrier | None = None) -> None:
+        self.flying, self.barrier = self.flying + by, barrier or self.barrier
+        if self.flying == 0 and self.barrier is not None:
+            self.barrier.change(arrivals=self.arrivals)
+
+
+def copies() -> Copies:
+    return vars(task()).setdefault("row_copies", Copies())
+
+
+def copy(to: int, data: Tensor) -> None:
+    pause()
+    program, mine, place = task().program, copies(), (to, to + data.numel())
+    program.check_writable(place, "a copy")
+    program.landing.append(place)
+    mine.change(1)
+
+    def landed() -> None:
+        program.landing.remove(place)
+        program.memory[place[0] : place[1]] = data
+        program.filled[place[0] : place[1]] = True
+        mine.change(-1)
+
+    task().machine.copy(landed)
+
+
+def copy_two(to: int, first: Pointer, second: Pointer, at: int) -> None:
+    kept, barrier = copies(), task().program.barrier(at)
+    vars(task())["row_copies"] = Copies(1)
+    for place, pointer in ((to, first), (to + 128, second)):
+        flat, where, _ = pointer.places(None)
+        copy(place, flat[where.reshape(1)].view(torch.uint8))
+    copies().change(0, barrier)
+    vars(task())["row_copies"] = kept
+
+
+def copy_line(at: Tensor, pointers: Pointer) -> None:
+    flat, places, _ = pointers.places(None)
+    count = len(at.unique())  # lanes behind a short line write the same once more
+    assert at.tolist() == [int(at[0]) + 4 * (i % count) for i in range(len(at))]
+    copy(int(at[0]), flat[places][:count].view(torch.uint8))
+
+
+def tell(at: Any) -> None:
+    pause()
+    mine = copies()
+    vars(task())["row_copies"] = Copies()
+    mine.change(0, task().program.barrier(at))
 
 
 def take(at: Any) -> Any:
@@ -64,7 +121,8 @@ def pass_turn(WHICH: int) -> None:
 
 
 ASSEMBLY = dict(
-    expect=lambda at, bytes: change(at, 1, bytes), load=load, take=take, words_of=words_of,
+    expect=lambda at, bytes: change(at, 1, bytes), load=load, copy_two=copy_two, copy_line=copy_line, tell=tell,
+    take=take, words_of=words_of,
     wait_if=lambda at, phase, much: wait_at(at, phase) if much else None, wait_turn=wait_turn, pass_turn=pass_turn,
     warp=lambda: 0, here=lambda x: x,
 )  # fmt: skip

@@ -2,9 +2,9 @@
 
 out[m, n] = sum_k a[m, k] sa[m, k / 128] b[n, k] sb[n / 128, k / 128]; a, b fp8, sa, sb fp32, out bf16 or fp16.
 
-One program an SM, in clusters of CLUSTER along M that share the rows of `b` they load (multicast). One thread loads,
-all by one barrier a step: BLOCK_M rows of `a`, BLOCK_N rows of `b`, the rows' scales (a line of 512 bytes where scale_a
-is column-major, boxes of 128 x 4 where it is row-major), the 16 bytes that begin with a block's scale. Two consumers.
+One program an SM, in clusters of CLUSTER along M that share the rows of `b` they load (multicast). One barrier a step
+tells of BLOCK_M rows of `a`, BLOCK_N rows of `b` (TMA), the rows' scales (TMA of a line where scale_a is column-major,
+else a copy by each lane of the loading warps) and the blocks' two scales (copies by one lane). Two consumers.
 
 DESIGN:
 - "shared": 64 rows and 256 or 192 columns a consumer; `a` from shared memory, products of 64 x 128, each scaled before
@@ -22,7 +22,7 @@ import torch
 import triton
 from blocks import multiply_blocks
 from parts import multiply_parts
-from pieces import box_rows, expect, line, load, scales, warp
+from pieces import box_rows, copy_line, copy_two, expect, line, load, tell, warp
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -39,7 +39,7 @@ NAME = gl.constexpr("block_lean_kernel")
 
 @gluon.jit
 def fetch(
-    tiles_m, tiles_n, steps, N, offset_n, stride_sak, stride_sbn, stride_sbk,
+    sa_ptr, sb_ptr, tiles_m, tiles_n, steps, M, N, offset_n, stride_sam, stride_sak, stride_sbn, stride_sbk,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, CLUSTER: gl.constexpr, SA_COLUMNS: gl.constexpr, SA_AT: gl.constexpr, SB_AT: gl.constexpr,
     BARS_AT: gl.constexpr,
@@ -48,10 +48,11 @@ def fetch(
     SLOT: gl.constexpr = (BLOCK_M + BLOCK_N) * 128
     SHARE: gl.constexpr = BLOCK_N // CLUSTER
     BOX: gl.constexpr = box_rows(SHARE)
-    SA: gl.constexpr = BLOCK_M * (4 if SA_COLUMNS else 16)
-    COUNT: gl.constexpr = 1 if BLOCK_N == 128 else 2
+    SA: gl.constexpr = BLOCK_M * 4
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rank = cluster_rank()
-    if warp() == 0:
+    lanes = gl.arange(0, 128, layout=LINE) % BLOCK_M
+    if not SA_COLUMNS or warp() == 0:
         slot = 0
         phase = 1
         for item in range(gl.program_id(0) // CLUSTER, tiles_m * tiles_n, gl.num_programs(0) // CLUSTER):
@@ -61,24 +62,25 @@ def fetch(
                 first, second = columns_of(column, 128, 64)
             else:
                 first, second = column, column + 128
-            sb_0 = block_row(first, N, offset_n, ROWS) * stride_sbn
-            sb_1 = block_row(second, N, offset_n, ROWS) * stride_sbn
+            sb_0 = sb_ptr + block_row(first, N, offset_n, ROWS) * stride_sbn
+            sb_1 = sb_ptr + block_row(second, N, offset_n, ROWS) * stride_sbn
+            sa_ptrs = sa_ptr + gl.where(row + lanes < M, row + lanes, 0) * stride_sam
             for k in range(steps):
                 full = BARS_AT + slot * 8
                 wait(BARS_AT + (STAGES + slot) * 8, phase)
-                expect(full, SLOT + SA + 16 * COUNT)
-                load(NAME, 0, slot * SLOT, row, k * 128, full)
-                for i in gl.static_range(SHARE // BOX):
-                    at = rank * SHARE + i * BOX
-                    load(NAME, 5, slot * SLOT + (BLOCK_M + at) * 128, column + at, k * 128, full, CLUSTER)
-                if SA_COLUMNS:
-                    load(NAME, 18, SA_AT + slot * SA, 0, k * stride_sak + row, full, 1, True)
-                else:
-                    load(NAME, 18, SA_AT + slot * SA, row, k, full)
-                block_k = k * stride_sbk if COLS > 0 else 0
-                load(NAME, 15, SB_AT + slot * 256, 0, sb_0 + block_k, full, 1, True)
-                if COUNT == 2:
-                    load(NAME, 15, SB_AT + slot * 256 + 128, 0, sb_1 + block_k, full, 1, True)
+                if warp() == 0:
+                    expect(full, SLOT + (SA if SA_COLUMNS else 0))
+                    load(NAME, 0, slot * SLOT, row, k * 128, full)
+                    for i in gl.static_range(SHARE // BOX):
+                        at = rank * SHARE + i * BOX
+                        load(NAME, 5, slot * SLOT + (BLOCK_M + at) * 128, column + at, k * 128, full, CLUSTER)
+                    if SA_COLUMNS:
+                        load(NAME, 15, SA_AT + slot * SA, 0, k * stride_sak + row, full, 1, True)
+                    block_k = k * stride_sbk if COLS > 0 else 0
+                    copy_two(SB_AT + slot * 256, sb_0 + block_k, sb_1 + block_k, full)
+                if not SA_COLUMNS:
+                    copy_line(SA_AT + slot * SA + lanes * 4, sa_ptrs + k * stride_sak)
+                    tell(full)
                 slot += 1
                 if slot == STAGES:
                     slot = 0
@@ -90,29 +92,28 @@ def fetch(
 def _multiply(
     out_desc, a_desc, b_desc, pool, bias_ptr, tiles_m, tiles_n, steps, N,
     WHICH: gl.constexpr, CODES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, CLUSTER: gl.constexpr, SA_COLUMNS: gl.constexpr,
-    OUT_AT: gl.constexpr, SA_AT: gl.constexpr, SB_AT: gl.constexpr, BARS_AT: gl.constexpr, DESIGN: gl.constexpr,
-    ORDER: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, CLUSTER: gl.constexpr, OUT_AT: gl.constexpr, SA_AT: gl.constexpr,
+    SB_AT: gl.constexpr, BARS_AT: gl.constexpr, DESIGN: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     cluster_meet(CLUSTER)
     if DESIGN == "parts":
         multiply_parts(
             out_desc, a_desc, b_desc, pool, bias_ptr, tiles_m, tiles_n, steps, N, WHICH, CODES, OUT, BLOCK_M, BLOCK_N,
-            STAGES, GROUP_M, CLUSTER, SA_COLUMNS, OUT_AT, SA_AT, SB_AT, BARS_AT, ORDER,
+            STAGES, GROUP_M, CLUSTER, OUT_AT, SA_AT, SB_AT, BARS_AT, ORDER,
         )  # fmt: skip
     else:
         multiply_blocks(
             out_desc, a_desc, b_desc, pool, bias_ptr, tiles_m, tiles_n, steps, N, WHICH, CODES, OUT, BLOCK_N,
-            STAGES, GROUP_M, CLUSTER, SA_COLUMNS, OUT_AT, SA_AT, SB_AT, BARS_AT, DESIGN, ORDER,
+            STAGES, GROUP_M, CLUSTER, OUT_AT, SA_AT, SB_AT, BARS_AT, DESIGN, ORDER,
         )  # fmt: skip
     tma.store_wait(0)
     cluster_sync(CLUSTER)
 
 
-@gluon.jit(do_not_specialize=["M", "stride_sak", "stride_sbn", "stride_sbk", "offset_n"])
+@gluon.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk", "offset_n"])
 def block_lean_kernel(
-    a_desc, b_desc, out_desc, sb_desc, sa_desc, bias_ptr,
-    M, N, K, offset_n, stride_sak, stride_sbn, stride_sbk,
+    a_desc, b_desc, out_desc, sa_desc, sa_ptr, sb_ptr, bias_ptr,
+    M, N, K, offset_n, stride_sam, stride_sak, stride_sbn, stride_sbk,
     PDL: gl.constexpr, CODES: gl.constexpr, OUT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
     SA_COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, CLUSTER: gl.constexpr, DESIGN: gl.constexpr, ORDER: gl.constexpr, OUT_AT: gl.constexpr,
@@ -124,7 +125,7 @@ def block_lean_kernel(
     pool = gl.allocate_shared_memory(gl.int8, [CHUNKS + 1, 8, 128], a_desc.layout)
     barriers = pool.index(CHUNKS)._reinterpret(gl.int64, [128, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(i), count=1)
+        mbarrier.init(barriers.index(i), count=2 if SA_COLUMNS else 130)
         mbarrier.init(barriers.index(STAGES + i), count=8 * CLUSTER)
     fence_async_shared()
     tiles_m, tiles_n, steps = gl.cdiv(M, BLOCK_M * CLUSTER), gl.cdiv(N, BLOCK_N), gl.cdiv(K, 128)
@@ -133,17 +134,17 @@ def block_lean_kernel(
     gl.warp_specialize(
         [
             (fetch, (
-                tiles_m, tiles_n, steps, N, offset_n, stride_sak, stride_sbn, stride_sbk, ROWS, COLS, BLOCK_M, BLOCK_N,
-                STAGES, GROUP_M, CLUSTER, SA_COLUMNS, SA_AT, SB_AT, BARS_AT,
+                sa_ptr, sb_ptr, tiles_m, tiles_n, steps, M, N, offset_n, stride_sam, stride_sak, stride_sbn, stride_sbk,
+                ROWS, COLS, BLOCK_M, BLOCK_N, STAGES, GROUP_M, CLUSTER, SA_COLUMNS, SA_AT, SB_AT, BARS_AT,
             )),
             (_multiply, (
                 out_desc, a_desc, b_desc, pool, bias_ptr, tiles_m, tiles_n, steps, N,
-                0, CODES, OUT, BLOCK_M, BLOCK_N, STAGES, GROUP_M, CLUSTER, SA_COLUMNS, OUT_AT, SA_AT, SB_AT, BARS_AT,
+                0, CODES, OUT, BLOCK_M, BLOCK_N, STAGES, GROUP_M, CLUSTER, OUT_AT, SA_AT, SB_AT, BARS_AT,
                 DESIGN, ORDER,
             )),
             (_multiply, (
                 out_desc, a_desc, b_desc, pool, bias_ptr, tiles_m, tiles_n, steps, N,
-                1, CODES, OUT, BLOCK_M, BLOCK_N, STAGES, GROUP_M, CLUSTER, SA_COLUMNS, OUT_AT, SA_AT, SB_AT, BARS_AT,
+                1, CODES, OUT, BLOCK_M, BLOCK_N, STAGES, GROUP_M, CLUSTER, OUT_AT, SA_AT, SB_AT, BARS_AT,
                 DESIGN, ORDER,
             )),
         ],
@@ -154,18 +155,18 @@ def block_lean_kernel(
 in_clusters(block_lean_kernel, ring_at_start)
 
 
-def places(m: int, n: int, stages: int, columns: bool) -> dict[str, int]:
+def places(m: int, n: int, stages: int) -> dict[str, int]:
     """Where in the pool what lies."""
     out = stages * (m + n) * 128
     sa = out + m * n * 2
-    sb = sa + stages * m * (4 if columns else 16)
+    sb = sa + stages * m * 4
     bars = -(-(sb + stages * 256) // 1024) * 1024
     return dict(OUT_AT=out, SA_AT=sa, SB_AT=sb, BARS_AT=bars)
 
 
-def fits(config: dict, columns: bool, limit: int = 232448) -> bool:
+def fits(config: dict, limit: int = 232448) -> bool:
     """Is there shared memory for this?"""
-    return places(config["BLOCK_M"], config["BLOCK_N"], config["STAGES"], columns)["BARS_AT"] + 1024 + 256 <= limit
+    return places(config["BLOCK_M"], config["BLOCK_N"], config["STAGES"])["BARS_AT"] + 1024 + 256 <= limit
 
 
 def lean(
@@ -180,16 +181,16 @@ def lean(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     config = dict(config)
     m, n, cluster, stages = config["BLOCK_M"], config["BLOCK_N"], config["CLUSTER"], config["STAGES"]
-    columns = scale_a.stride(0) == 1
-    assert fits(config, columns, device.shared_limit), config
+    sa = line(scale_a, m)
+    assert fits(config, device.shared_limit), config
     clusters = triton.cdiv(M, m * cluster) * triton.cdiv(N, n)
     # of 16 or 18 multiprocessors that may form a cluster, 18 leave two over where clusters have four: a 33rd would wait
     at_once = device.sm_count // cluster - (cluster > 2)
     block_lean_kernel[(min(at_once, clusters),)](
-        descriptor(a, m, 128), descriptor(b, box_rows(n // cluster), 128), descriptor(out, 64, 64), line(scale_b, 4),
-        scales(scale_a, m), bias, M, N, K, offset_n, scale_a.stride(1), *scale_b.stride(),
-        CODES=TYPES[a.dtype], OUT=TYPES[out.dtype], ROWS=block_rows, COLS=block_cols, SA_COLUMNS=columns,
-        REGISTERS=240, num_warps=4, **places(m, n, stages, columns), **config, **dependent(device, M),
+        descriptor(a, m, 128), descriptor(b, box_rows(n // cluster), 128), descriptor(out, 64, 64), sa,
+        scale_a, scale_b, bias, M, N, K, offset_n, *scale_a.stride(), *scale_b.stride(),
+        CODES=TYPES[a.dtype], OUT=TYPES[out.dtype], ROWS=block_rows, COLS=block_cols, SA_COLUMNS=sa is not None,
+        REGISTERS=232, num_warps=4, **places(m, n, stages), **config, **dependent(device, M),
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ from fpk.kernels.gemm._gluon import barrier, columns_of, locate
 def multiply_parts(
     out_desc, a_desc, b_desc, pool, bias_ptr, tiles_m, tiles_n, steps, N,
     WHICH: gl.constexpr, CODES: gl.constexpr, OUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, CLUSTER: gl.constexpr, SA_COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, CLUSTER: gl.constexpr,
     OUT_AT: gl.constexpr, SA_AT: gl.constexpr, SB_AT: gl.constexpr, BARS_AT: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile, in one to three products of 64 columns."""
@@ -23,13 +23,13 @@ def multiply_parts(
     PARTS: gl.constexpr = BLOCK_N // 64 if TALL else BLOCK_N // 128
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     SLOT: gl.constexpr = BLOCK_M + BLOCK_N
-    SA: gl.constexpr = BLOCK_M * (4 if SA_COLUMNS else 16)
+    SA: gl.constexpr = BLOCK_M * 4
     MINE: gl.constexpr = WHICH * 64 if TALL else 0  # first row
     # where the scales of this consumer's first and last columns are
     SB_0: gl.constexpr = SB_AT + (128 if not TALL and BLOCK_N == 256 and WHICH == 1 else 0)
     SB_1: gl.constexpr = SB_AT + (128 if TALL and BLOCK_N == 192 else SB_0 - SB_AT)
     rank = cluster_rank()
-    sa_at = SA_AT + (MINE + gl.arange(0, 64, layout=gl.SliceLayout(1, L))) * (SA // BLOCK_M)
+    sa_at = SA_AT + (MINE + gl.arange(0, 64, layout=gl.SliceLayout(1, L))) * 4
     slot = 0
     phase = 0
     me, all_of = gl.program_id(0) // CLUSTER, gl.num_programs(0) // CLUSTER

@@ -76,6 +76,61 @@ def load(
 
 
 @gluon.jit
+def copy_two(to, first, second, at):
+    """One thread of the calling warp copies an fp32 value to byte `to`, another one 128 bytes behind it, and arrives at
+    the barrier at byte `at` once both have landed. (TMA wants places at multiples of 16 bytes, in memory as well.)"""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        .reg .b32 a, b;
+        mov.u32 a, %laneid;
+        setp.eq.u32 p, a, 0;
+        mov.u32 a, global_smem;
+        add.u32 b, a, $4;
+        add.u32 a, a, $1;
+        @p cp.async.ca.shared.global [a], [$2], 4;
+        @p cp.async.ca.shared.global [a + 128], [$3], 4;
+        @p cp.async.mbarrier.arrive.noinc.shared::cta.b64 [b];
+        mov.u32 $0, 0;
+        }
+        """, "=r,r,l,l,r,~{memory}", [to, first, second, at], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def copy_line(at, pointers):
+    """fp32 values to bytes `at`, one a thread. Through L1: the next steps' scales lie in the same line."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a;
+        mov.u32 a, global_smem;
+        add.u32 a, a, $1;
+        cp.async.ca.shared.global [a], [$2], 4;
+        mov.u32 $0, 0;
+        }
+        """, "=r,r,l,~{memory}", [at, pointers], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def tell(at):
+    """Every thread arrives at the barrier at byte `at` once its copies so far have landed."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a;
+        mov.u32 a, global_smem;
+        add.u32 a, a, $1;
+        cp.async.mbarrier.arrive.noinc.shared::cta.b64 [a];
+        mov.u32 $0, 0;
+        }
+        """, "=r,r,~{memory}", [at], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def take(at):
     """fp32 at bytes `at` of shared memory."""
     return gl.inline_asm_elementwise(
@@ -189,16 +244,11 @@ def send_box(out_desc, pool, at: gl.constexpr, row, column, OUT: gl.constexpr):
     tma_store(out_desc, [row, column], pool.index(at // 1024)._reinterpret(OUT, [64, 64], out_desc.layout))
 
 
-def line(x: torch.Tensor, count: int) -> TensorDescriptor:
-    """All that lies between the first and the last element of x, as one line, in pieces of `count`."""
+def line(x: torch.Tensor, count: int) -> TensorDescriptor | None:
+    """All that lies between the first and the last element of x, as one line, in pieces of `count`, where rows of x are
+    neighbours and every group begins at a multiple of 16 bytes, as TMA wants it; else None."""
+    if x.stride(0) != 1 or x.stride(1) % 4:
+        return None
     extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return TensorDescriptor.from_tensor(x.as_strided((extent,), (1,)), [count], layout)
-
-
-def scales(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """The scales of so many rows: a line where the rows of x are neighbours, else a box of four groups."""
-    if x.stride(0) == 1:
-        return line(x, rows)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor.from_tensor(x, [rows, 4], layout)

@@ -6,7 +6,7 @@ operands and scales by one barrier, that `a` comes into registers a step ahead, 
 
 import torch
 import triton
-from pieces import codes_of, expect, line, load, rows_of, scales, take, wait_if, warp, words_of
+from pieces import codes_of, copy_line, copy_two, expect, line, load, rows_of, take, tell, wait_if, warp, words_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,27 +39,33 @@ NAME = gl.constexpr("block_share_kernel")
 
 @gluon.jit
 def _fetch_share(
-    tile_m, tile_n, begin, end, N, offset_n, stride_sak, stride_sbn, stride_sbk,
+    sa_ptr, sb_ptr, tile_m, tile_n, begin, end, M, N, offset_n, stride_sam, stride_sak, stride_sbn, stride_sbk,
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CLUSTER: gl.constexpr,
     SA_COLUMNS: gl.constexpr, SA_AT: gl.constexpr, SB_AT: gl.constexpr, BARS_AT: gl.constexpr,
 ):  # fmt: skip
     SLOT: gl.constexpr = (64 + BLOCK_N) * 128
-    SA: gl.constexpr = 256 if SA_COLUMNS else 1024
-    if warp() == 0:
-        sb = block_row(tile_n * BLOCK_N, N, offset_n, ROWS) * stride_sbn
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lanes = gl.arange(0, 128, layout=LINE) % 64
+    if not SA_COLUMNS or warp() == 0:
+        sb = sb_ptr + block_row(tile_n * BLOCK_N, N, offset_n, ROWS) * stride_sbn
+        rows = tile_m * 64 + lanes
+        sa_ptrs = sa_ptr + gl.where(rows < M, rows, 0) * stride_sam
         slot = 0
         phase = 1
         for k in range(begin, end):
             full = BARS_AT + slot * 8
             wait(BARS_AT + (STAGES + slot) * 8, phase)
-            expect(full, SLOT + SA + 16)
-            load(NAME, 0, slot * SLOT, tile_m * 64, k * 128, full)
-            load(NAME, 5, slot * SLOT + 8192, tile_n * BLOCK_N, k * 128, full)
-            if SA_COLUMNS:
-                load(NAME, 13, SA_AT + slot * SA, 0, k * stride_sak + tile_m * 64, full, 1, True)
-            else:
-                load(NAME, 13, SA_AT + slot * SA, tile_m * 64, k, full)
-            load(NAME, 10, SB_AT + slot * 128, 0, sb + (k * stride_sbk if COLS > 0 else 0), full, 1, True)
+            if warp() == 0:
+                expect(full, SLOT + (256 if SA_COLUMNS else 0))
+                load(NAME, 0, slot * SLOT, tile_m * 64, k * 128, full)
+                load(NAME, 5, slot * SLOT + 8192, tile_n * BLOCK_N, k * 128, full)
+                if SA_COLUMNS:
+                    load(NAME, 10, SA_AT + slot * 256, 0, k * stride_sak + tile_m * 64, full, 1, True)
+                scale = sb + (k * stride_sbk if COLS > 0 else 0)
+                copy_two(SB_AT + slot * 256, scale, scale, full)
+            if not SA_COLUMNS:
+                copy_line(SA_AT + slot * 256 + lanes * 4, sa_ptrs + k * stride_sak)
+                tell(full)
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -72,21 +78,20 @@ def _fetch_share(
 def _multiply_share(
     a_desc, b_desc, pool, bias_ptr, out_ptr, tile_m, tile_n, begin, end, rank, M, N, stride_om,
     WHICH: gl.constexpr, CODES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CLUSTER: gl.constexpr,
-    SA_COLUMNS: gl.constexpr, SA_AT: gl.constexpr, SB_AT: gl.constexpr, BARS_AT: gl.constexpr,
+    SA_AT: gl.constexpr, SB_AT: gl.constexpr, BARS_AT: gl.constexpr,
 ):  # fmt: skip
     """Every other step of this program's share, then some rows of the tile over all programs' sums."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     SLOT: gl.constexpr = 64 + BLOCK_N
-    SA: gl.constexpr = 256 if SA_COLUMNS else 1024
     offs_l = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     offs_r = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
-    sa_at = SA_AT + offs_l * (SA // 64)
+    sa_at = SA_AT + offs_l * 4
     acc = gl.zeros((64, BLOCK_N), gl.float32, L)
     slot = WHICH
     phase = 0
     mine = (end - begin - WHICH + 1) // 2
     wait_if(BARS_AT + slot * 8, phase, mine)
-    sa, sb = take(sa_at + slot * SA), take(SB_AT + slot * 128)
+    sa, sb = take(sa_at + slot * 256), take(SB_AT + slot * 256)
     words = words_of(pool, slot, 0, a_desc, SLOT, L)
     for _ in range(mine):
         left = codes_of(words, CODES, L)
@@ -102,7 +107,7 @@ def _multiply_share(
         product = warpgroup_mma_wait(0, deps=[token])
         arrive_everywhere(empty, 1, rank)
         wait_if(BARS_AT + slot * 8, phase, mine)
-        sa, sb = take(sa_at + slot * SA), take(SB_AT + slot * 128)
+        sa, sb = take(sa_at + slot * 256), take(SB_AT + slot * 256)
         words = words_of(pool, slot, 0, a_desc, SLOT, L)
         acc += product * factor
     meet()
@@ -130,10 +135,10 @@ def _multiply_share(
     cluster_meet(CLUSTER)
 
 
-@gluon.jit(do_not_specialize=["M", "stride_sak", "stride_sbn", "stride_sbk", "offset_n"])
+@gluon.jit(do_not_specialize=["M", "stride_sam", "stride_sak", "stride_sbn", "stride_sbk", "offset_n"])
 def block_share_kernel(
-    a_desc, b_desc, sb_desc, sa_desc, out_ptr, bias_ptr, M, N, K, offset_n, stride_om, stride_sak, stride_sbn,
-    stride_sbk,
+    a_desc, b_desc, sa_desc, sa_ptr, sb_ptr, out_ptr, bias_ptr, M, N, K, offset_n, stride_om, stride_sam, stride_sak,
+    stride_sbn, stride_sbk,
     PDL: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SA_COLUMNS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CLUSTER: gl.constexpr, SA_AT: gl.constexpr, SB_AT: gl.constexpr,
     BARS_AT: gl.constexpr,
@@ -143,7 +148,7 @@ def block_share_kernel(
     pool = gl.allocate_shared_memory(gl.int8, [CHUNKS + 1, 8, 128], a_desc.layout)
     barriers = pool.index(CHUNKS)._reinterpret(gl.int64, [128, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(i), count=1)
+        mbarrier.init(barriers.index(i), count=2 if SA_COLUMNS else 130)
         mbarrier.init(barriers.index(STAGES + i), count=4)
     fence_async_shared()
     after_previous(PDL)
@@ -157,19 +162,19 @@ def block_share_kernel(
     gl.warp_specialize(
         [
             (_fetch_share, (
-                tile_m, tile_n, begin, end, N, offset_n, stride_sak, stride_sbn, stride_sbk, ROWS, COLS, BLOCK_N,
-                STAGES, CLUSTER, SA_COLUMNS, SA_AT, SB_AT, BARS_AT,
+                sa_ptr, sb_ptr, tile_m, tile_n, begin, end, M, N, offset_n, stride_sam, stride_sak, stride_sbn,
+                stride_sbk, ROWS, COLS, BLOCK_N, STAGES, CLUSTER, SA_COLUMNS, SA_AT, SB_AT, BARS_AT,
             )),
             (_multiply_share, (
                 a_desc, b_desc, pool, bias_ptr, out_ptr, tile_m, tile_n, begin, end, rank, M, N, stride_om,
-                0, CODES, BLOCK_N, STAGES, CLUSTER, SA_COLUMNS, SA_AT, SB_AT, BARS_AT,
+                0, CODES, BLOCK_N, STAGES, CLUSTER, SA_AT, SB_AT, BARS_AT,
             )),
             (_multiply_share, (
                 a_desc, b_desc, pool, bias_ptr, out_ptr, tile_m, tile_n, begin, end, rank, M, N, stride_om,
-                1, CODES, BLOCK_N, STAGES, CLUSTER, SA_COLUMNS, SA_AT, SB_AT, BARS_AT,
+                1, CODES, BLOCK_N, STAGES, CLUSTER, SA_AT, SB_AT, BARS_AT,
             )),
         ],
-        [4, 4], [240, 240],
+        [4, 4], [232, 232],
     )  # fmt: skip
 
 
@@ -185,16 +190,16 @@ def share(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     config = dict(config)
     n, stages = config["BLOCK_N"], config["STAGES"]
-    columns = scale_a.stride(0) == 1
+    sa = line(scale_a, 64)
     sa_at = stages * (64 + n) * 128
-    sb_at = sa_at + stages * (256 if columns else 1024)
-    bars = -(-(sb_at + stages * 128) // 1024) * 1024
+    sb_at = sa_at + stages * 256
+    bars = -(-(sb_at + stages * 256) // 1024) * 1024
     assert stages % 2 == 0 and 2 * 64 * (n + 8) * 4 <= sa_at and bars + 1280 <= of(a.device).shared_limit
     tiles = triton.cdiv(M, 64) * triton.cdiv(N, n)
     block_share_kernel[(tiles,)](
-        descriptor(a, 64, 128), descriptor(b, n, 128), line(scale_b, 4), scales(scale_a, 64), out, bias, M, N, K,
-        offset_n, out.stride(0), scale_a.stride(1), *scale_b.stride(),
-        CODES=TYPES[a.dtype], ROWS=block_rows, COLS=block_cols, SA_COLUMNS=columns, SA_AT=sa_at, SB_AT=sb_at,
+        descriptor(a, 64, 128), descriptor(b, n, 128), sa, scale_a, scale_b, out, bias, M, N, K,
+        offset_n, out.stride(0), *scale_a.stride(), *scale_b.stride(),
+        CODES=TYPES[a.dtype], ROWS=block_rows, COLS=block_cols, SA_COLUMNS=sa is not None, SA_AT=sa_at, SB_AT=sb_at,
         BARS_AT=bars, num_warps=4, **config, **dependent(of(a.device), M),
     )  # fmt: skip
     return out

@@ -38,9 +38,11 @@ def test_launchers_give_their_kernels_what_these_take(name):
     at = {sum(1 + 2 * rank for rank in descriptors[:i]): rank for i, rank in enumerate(descriptors)}
     code = inspect.getsource((_fetch_share if name in candidates.SHARE else fetch).fn)
     loads = re.findall(r"load\(NAME, (\d+), [^\n]*?(True)?\)\n", code)
-    assert len(loads) == code.count("load(NAME") and all(int(n) in at for n, _ in loads)
-    # scale_b, and scale_a where its rows are neighbours, as lines
-    assert {at[int(n)] for n, line in loads if line} == {1} and {at[int(n)] for n in ("0", "5")} == {2}
+    assert len(loads) == code.count("load(NAME") and all(
+        int(n) in at for n, line in loads if not line or case["M"] % 4 == 0
+    )
+    # scale_a as a line, where TMA can read one
+    assert {at.get(int(n), 1) for n, line in loads if line} == {1} and {at[int(n)] for n in ("0", "5")} == {2}
 
 
 def test_everything_planned_is_of_a_candidate_and_has_checks():
@@ -107,7 +109,7 @@ def emulate(monkeypatch):
     def run(name, seed=0, **changes):
         fn, config = candidates.draft(name)
         layout, K = ("row", 1520) if name == "parts128" else ("column", 1168)  # rows of 16 bytes, for TMA
-        inputs = OP.inputs(M=150, N=328, K=K, bias=True, scale_layout=layout, device="cpu", seed=5)
+        inputs = OP.inputs(M=152, N=328, K=K, bias=True, scale_layout=layout, device="cpu", seed=5)
         gpu = Device(arch="sm90", name="pretended", vendor="nv", sm_count=8 if config["CLUSTER"] > 2 else 2)
         with pretend(gpu), gluon_language.emulated(seed, **changes) as ran:
             out = fn(**inputs, config=config)
@@ -128,7 +130,7 @@ BROKEN = (
     ("ahead256", "multiply_blocks", "wait(BARS_AT, 0)", "pass"),
     ("ahead256", "multiply_blocks", "_if(BARS_AT + slot * 8, phase, remain)", "_if(BARS_AT + slot * 8, phase, 0)"),
     ("ahead256-order", "multiply_blocks", "pass_turn(1)", "pass"),
-    ("ahead256", "fetch", "SLOT + SA + 16 * COUNT", "SLOT + SA + 16"),
+    ("ahead256", "fetch", "SLOT + (SA", "SLOT + 128 + (SA"),
     ("parts192", "multiply_parts", "(PARTS - 1, deps=[t_0])", "(PARTS, deps=[t_0])"),
     ("parts192", "multiply_parts", "arrive_everywhere(empty, CLUSTER)", "arrive_everywhere(empty, 1)"),
     ("few128-x4", "fetch", "wait(BARS_AT + (STAGES + slot) * 8, phase)", "pass"),

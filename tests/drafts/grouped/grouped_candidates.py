@@ -22,7 +22,6 @@ CANDIDATES = {
     "rows-pairs": dict(cluster=2, along="rows"),
     "gather-pairs": dict(cluster=2, along="rows"),
     "columns-pairs": dict(cluster=2, along="columns"),
-    "scales-by-tma": dict(),
     "rows-deep": dict(stages=4, boxes=1),
     "rows-same-step": dict(ahead=False),
 }
@@ -31,7 +30,6 @@ MORE = {
     "gather-deep": dict(stages=4, boxes=1),
     "rows-group4": dict(group=4),
     "rows-group16": dict(group=16),
-    "columns-pairs-by-tma": dict(cluster=2, along="columns"),
 }
 ALL = CANDIDATES | MORE
 
@@ -56,10 +54,6 @@ def gathers(name: str) -> bool:
     return name.startswith("gather")
 
 
-def scale_layout(name: str) -> str:
-    return "column" if name.endswith("by-tma") else "row"
-
-
 def draft(name: str) -> tuple[Any, dict[str, Any]]:
     """(function, config) of a candidate."""
     return lean_grouped.grouped, lean_grouped.config(**ALL[name])
@@ -67,7 +61,7 @@ def draft(name: str) -> tuple[Any, dict[str, Any]]:
 
 def case_of(name: str, c: dict[str, Any]) -> dict[str, Any]:
     """A check as a case of the op for a candidate."""
-    case = dict(scale_layout=scale_layout(name), gather=4 if gathers(name) else 0) | c
+    case = dict(scale_layout="row", gather=4 if gathers(name) else 0) | c
     if "out_dtype" in case:
         case["out_dtype"] = getattr(torch, case["out_dtype"])
     return case

@@ -12,7 +12,7 @@ from typing import Any
 
 import peers
 import torch
-from grouped_candidates import OP, SHAPES, draft, gathers, scale_layout
+from grouped_candidates import OP, SHAPES, draft, gathers
 from moe_stages import random_weights
 from race import Call, race, save
 
@@ -113,8 +113,6 @@ def calls_of(layer: Layer, names: Sequence[str]) -> dict[str, Call]:
         given: dict[str, Any] = dict(a=layer.rows, scale_a=layer.scales)
         if gathers(name):
             given = dict(a=layer.tokens, scale_a=layer.token_scales, gather=layer.index, top_k=layer.top_k)
-        elif scale_layout(name) == "column":
-            given["scale_a"] = layer.scales.T.contiguous().T
         if given["a"] is not None:
             calls[name] = lambda _, fn=fn, given=given, config=config: fn(**given, offs=offs, **held, config=config)
     return calls

@@ -9,22 +9,6 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def copy_scales(at, pointers):
-    """fp32 values to bytes `at`. Through L1: the next steps' scales lie in the same line."""
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a;
-        mov.u32 a, global_smem;
-        add.u32 a, a, $1;
-        cp.async.ca.shared.global [a], [$2], 4;
-        mov.u32 $0, 0;
-        }
-        """, "=r,r,l,~{memory}", [at, pointers], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def copy_rows(at, rows, chunks, pointers, bytes):
     """16 bytes a place, `bytes` (16 or none) of them from memory and zeros for the rest, as chunk of a row of 128 bytes
     from byte `at` on, which lies at a multiple of 1024: swizzled as TMA would."""
@@ -39,20 +23,4 @@ def copy_rows(at, rows, chunks, pointers, bytes):
         mov.u32 $0, 0;
         }
         """, "=r,r,l,r,~{memory}", [to, pointers, bytes], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def tell(at):
-    """Every thread arrives at the barrier at byte `at` once its copies so far have landed."""
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a;
-        mov.u32 a, global_smem;
-        add.u32 a, a, $1;
-        cp.async.mbarrier.arrive.noinc.shared::cta.b64 [a];
-        mov.u32 $0, 0;
-        }
-        """, "=r,r,~{memory}", [at], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
