@@ -5,10 +5,11 @@ import torch
 from op_laws import make
 
 import fpk.kernels  # noqa: F401  declares every op
-from fpk.check import assert_close
+from fpk.check import assert_close, bits
 from fpk.device import of
 from fpk.kernels.gemm._gluon_late import late_fits
 from fpk.kernels.gemm._scaled_space import late, late_space
+from fpk.kernels.gemm._shares import shares
 from fpk.op import OPS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on the H200")
@@ -63,3 +64,92 @@ def test_programs_in_pairs_agree_with_themselves(dtype):
     for config in configs:
         for _ in range(20):
             assert torch.equal(OP.launch(**args, config=config), first)
+
+
+SHARES = {
+    "one": shares(8), "one-wide": shares(16, wide=2), "one-early": shares(64, early=True),
+    "whole": shares(16, split=1), "whole-early": shares(64, split=1, early=True), "pair": shares(64, split=2),
+    "four": shares(32, split=4), "tall": shares(16, 2), "tall-alone": shares(64, 2, held=1),
+    "tall-whole": shares(32, 2, split=1), "tall-pair": shares(16, 2, split=2), "two": shares(32, per_sm=2),
+    "three": shares(64, per_sm=3, held=3), "four-of-four": shares(8, per_sm=4, held=4),
+    "tall-wide": shares(32, 2, wide=2, held=1), "pair-early": shares(8, split=2, early=True),
+}  # fmt: skip
+FAST = dict(fast_accum=True)
+
+
+def run_shares(config, **case):
+    """(inputs, result) of a launch, compared with the reference."""
+    args = make(OP, PLAIN | case)
+    bound = OP.bind(**args)
+    assert OP.is_legal(config, bound, of(args["a"].device))
+    out = OP.launch(**args, config=config)
+    assert_close(out, OP.reference(**args), OP.tolerance(bound), f"{config} {case}")
+    return args, out
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_at_every_type_and_edge(name):
+    """Tails of rows and steps, odd rows of results, more tokens than a tile has; and the same bits again."""
+    config = SHARES[name]
+    m = config["BLOCK_M"]
+    run_shares(config, M=m, N=1096, K=1200)
+    run_shares(config, M=m + 5, N=327, K=1568, bias=True, fast_accum=False)
+    run_shares(config, M=1, N=776, K=1168, dtype=torch.int8, bias=True, out_dtype=torch.float16)
+    run_shares(config, M=m - 3, N=24576, K=1536, dtype=torch.int8, layout="rows")
+    run_shares(config, M=m, N=7168, K=2048, dtype=torch.float8_e5m2, a_granularity="tensor", b_granularity="tensor",
+               out_dtype=torch.float32)  # fmt: skip
+    for n, k in ((4096, 4096), (2112, 7168)):
+        args, out = run_shares(config, M=m, N=n, K=k)
+        for _ in range(20):
+            assert torch.equal(OP.launch(**args, config=config), out)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_token_of_shares_has_the_bits_it_has_in_a_batch(name):
+    args, whole = run_shares(SHARES[name], M=100, N=2112, K=7168)
+    for first, last in ((0, 1), (5, 22), (64, 100)):
+        part = dict(a=args["a"][first:last], scale_a=args["scale_a"][first:last])
+        assert torch.equal(bits(OP.launch(**args | part, config=SHARES[name])), bits(whole[first:last].contiguous()))
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_waits_for_what_is_in_front_of_it(name):
+    """Tokens from a kernel that lets this one start early, in memory that is the same again and again; and weights."""
+    quantize, (n, k) = OPS["quantize_fp8_token"], (4096, 4096)
+    for m in (1, SHARES[name]["BLOCK_M"]):
+        xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * 3.0**i for i in range(8)]
+        ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 3.0**i for i in range(4)]
+        torch.cuda.synchronize()
+        found = []
+        for i in range(32):
+            if i % 8 == 0:
+                b, scale_b = quantize(ws[i // 8])
+            a, scale_a = quantize(xs[i % 8])
+            found.append(OP.launch(a, b, scale_a, scale_b, **FAST, config=SHARES[name]))
+            del a, scale_a
+        torch.cuda.synchronize()
+        for i, out in enumerate(found):
+            (a, scale_a), (b, scale_b) = quantize(xs[i % 8]), quantize(ws[i // 8])
+            torch.cuda.synchronize()
+            assert_close(
+                out, OP.reference(a, b, scale_a, scale_b), OP.tolerance(OP.bind(a, b, scale_a, scale_b, **FAST))
+            )
+
+
+@pytest.mark.parametrize("name", ["one", "tall", "three", "pair"])
+def test_graphs_of_shares_run_side_by_side(name):
+    """Each has tickets of its own."""
+    made = [run_shares(SHARES[name], M=8, N=n, K=7168) for n in (2112, 4096)]
+    graphs, outs, streams = [], [], [torch.cuda.Stream() for _ in made]
+    for args, _ in made:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append([OP.launch(**args, config=SHARES[name]) for _ in range(5)])
+        graphs.append(graph)
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for found, (_, expected) in zip(outs, made, strict=True):
+        assert all(torch.equal(out, expected) for out in found)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from triton import cdiv
 
 from fpk.db import Config
+from fpk.kernels.gemm._shares import shares_default, shares_space
 from fpk.kernels.gemm._warps_space import cheapest, narrow, narrow_space, split_for, warps, warps_space
 
 
@@ -26,6 +27,7 @@ def late_space(M: int) -> Iterator[Config]:
 def scaled_mm_configs(M: int, N: int, K: int, promoted: bool, int8: bool, sms: int) -> Iterator[Config]:
     """By measured times at real layers' sizes, then candidates."""
     if M <= 64:
+        yield from shares_default(M, N, K, sms)
         narrow_tiles = cdiv(N, 64)
         if M > 16 and narrow_tiles > 2 * sms:
             yield warps(M, 128, 8, 1, swap=True)
@@ -50,6 +52,7 @@ def scaled_mm_configs(M: int, N: int, K: int, promoted: bool, int8: bool, sms: i
             faster = M >= 2048 and K <= 8192 and not int8 and found[0]["BLOCK_N"] == 256
             found = [alone, *found[:2]] if faster else [found[0], alone, found[1]]
         yield from found
+    yield from shares_space(M)
     if not promoted:
         yield from late_space(M)
     yield from warps_space(M)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 16_384
-"""Counters of a launch at most."""
+"""Counters that the launches of a stream share; one that wants more gets new ones."""
 _POOL = 1 << 20
 
 _streams: dict[tuple[int, int], Tensor] = {}
@@ -17,7 +17,7 @@ _pools: dict[int, tuple[Tensor, int]] = {}
 
 def tickets(count: int, device: torch.device) -> Tensor:
     """At least `count` int32 zeros on the device, for a launch on its current stream."""
-    if device.type != "cuda":
+    if device.type != "cuda" or count > LIMIT:
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = device.index if device.index is not None else torch.cuda.current_device()
     pool, used = _pools.get(index, (None, 0))

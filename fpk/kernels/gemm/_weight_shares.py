@@ -14,7 +14,7 @@ from fpk.device import Device, triton_is
 from fpk.kernels._tile import after_previous
 from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
 from fpk.kernels.gemm._gluon_weight_shares import weight_shares_kernel
-from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._launch import ahead, dependent
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._tickets import LIMIT, tickets
 
@@ -140,7 +140,7 @@ def launch_shares(
         descriptor(b, 64, 128), descriptor(x, block, 64), descriptor(out, 64, 64) if by_tma else None,
         out, parts, counters, scale_b, bias, M, N, tiles, steps, per_program, out.stride(0), scale_b.stride(0),
         CODES=TYPES[b.dtype], FP8=b.dtype is not torch.int8, DTYPE=TYPES[a.dtype], ROWS_S=rows, KEEPS=keeps,
-        PRODUCERS=4 if cluster > 1 else 1,         **config, **made, **dependent(device, M),
+        PRODUCERS=4 if cluster > 1 else 1, **config, **made, **ahead(device, M, b),
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ fp32 before the single rounding to the output.
 Kernels: `tile`, pointers, one tile a program, runs everywhere (SWAP puts the weights on the matrix instruction's 64-row
 side, for few tokens); `split`, the same with K divided over programs and a second, ordered reduction; `persistent`,
 tensor descriptors (TMA), PER_SM programs an SM; `warps` (sm90, Gluon), persistent, some warps load and others multiply;
-`late` (sm90, Gluon), likewise, for many tokens.
+`late` (sm90, Gluon), likewise, for many tokens; `shares` (sm90, Gluon), for few tokens, whose programs divide all steps
+of K evenly in one launch.
 
 Source: the W8A8 recipes of torch.nn.functional.scaled_mm (TensorWise, RowWise).
 """
@@ -40,6 +41,7 @@ from fpk.kernels.gemm._baselines import torch_scaled_mm
 from fpk.kernels.gemm._gluon import TYPES, consumer_tile, descriptor, piece_columns, right_parts
 from fpk.kernels.gemm._gluon_late import late_fits, late_kernel, launch_late
 from fpk.kernels.gemm._gluon_mm import warps_kernel
+from fpk.kernels.gemm._gluon_shares import shares_kernel
 from fpk.kernels.gemm._mm import (
     OUT_TYPES,
     TMA_TARGETS,
@@ -59,6 +61,7 @@ from fpk.kernels.gemm._mm import (
     warps_fit,
 )
 from fpk.kernels.gemm._scaled_space import scaled_mm_configs
+from fpk.kernels.gemm._shares import LAUNCHER_FIELDS, launch_shares, shares_fit
 from fpk.op import Cost, Kernel, op
 from fpk.samples import generator, sample, scales, strided
 from fpk.shapes import linear_cases
@@ -227,6 +230,8 @@ def legal(
         if bias is not None or zero_point_a is not None:  # not seen on a GPU yet
             return False
         return late_fits(config, device, a, b, out_dtype)
+    if config["kernel"] == "shares":
+        return zero_point_a is None and shares_fit(config, device, a, b, a.dtype is not torch.int8 and not fast_accum)
     if config["kernel"] == "warps":
         is_int8 = a.dtype is torch.int8
         if is_int8 and right_parts(consumer_tile(config)[1])[0] > 128:  # triton knows no such instruction
@@ -307,8 +312,9 @@ def inputs(
         persistent=Kernel(_persistent_kernel, targets=TMA_TARGETS, matrix=True),
         warps=Kernel(warps_kernel, targets=("sm90",), interpretable=False, matrix=True),
         late=Kernel(late_kernel, targets=("sm90",), interpretable=False, matrix=True),
+        shares=Kernel(shares_kernel, targets=("sm90",), interpretable=False, matrix=True),
     ),
-    configs=configs, launcher_fields=("PER_SM",), legal=legal, key=key,
+    configs=configs, launcher_fields=LAUNCHER_FIELDS, legal=legal, key=key,
     cost=cost, cases=linear_cases(), baselines=dict(torch=torch_scaled_mm),
 )  # fmt: skip
 def scaled_mm(
@@ -341,14 +347,17 @@ def scaled_mm(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
+    is_int8, strides = a.dtype is torch.int8, broadcast_strides(scale_a, scale_b, zero_point_a)
+    if config["kernel"] == "shares":
+        promoted = not is_int8 and not fast_accum
+        launch_shares(of(a.device), a, b, (scale_a, scale_b), bias, strides, out, promoted, config)
+        return out
     config = dict(config)
     kernel, split = config.pop("kernel"), config.pop("SPLIT_K", 1)
-    strides = broadcast_strides(scale_a, scale_b, zero_point_a)
     epilogue = (scale_a, scale_b, bias, zero_point_a, colsum_b)
     if kernel == "late":
         launch_late(of(a.device), a, b, epilogue, strides, out, config)
         return out
-    is_int8 = a.dtype is torch.int8
     promote = 0 if is_int8 or fast_accum else min(128, config["BLOCK_K"])
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     if kernel == "persistent":
