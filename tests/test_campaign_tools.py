@@ -16,7 +16,7 @@ import tune
 from warm import warm
 
 from fpk import db
-from fpk.device import pretend
+from fpk.device import pretend, pretend_triton
 from fpk.tune.export import read_trials
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +97,7 @@ def test_what_the_look_up_answers_is_among_the_candidates(tmp_path):
     from fpk.tune.lint import device_of
     from fpk.tune.trials import canonical
 
-    arguments = tune.h200_job.arguments_of().parse_args(["--ops", "scaled_mm", "--out", str(tmp_path)])
+    arguments = tune.arguments_of().parse_args(["--ops", "scaled_mm", "--out", str(tmp_path), "--all-of", "shares"])
     job, op, case = tune.Job(arguments), OPS["scaled_mm"], dict(M=64, N=2112, K=7168)
     job.device = device_of("nv-h200-sm90-132")
     found = [canonical(c) for c in job.candidates(op, case, 8)]
@@ -105,6 +105,10 @@ def test_what_the_look_up_answers_is_among_the_candidates(tmp_path):
         (first, *_) = db.explain("scaled_mm", op.key(**outline(op, case)), job.device)
         default = canonical(next(iter(tune.legal_candidates(op, outline(op, case), job.device))))
     assert len(found) == 8 and found[0] == default and canonical(first.row.config) in found
+    with pretend_triton("3.6"):
+        kernels = [c["kernel"] for c in job.candidates(op, case, 28)]
+        every = [c["kernel"] for c in tune.legal_candidates(op, outline(op, case), job.device)]
+    assert kernels.count("shares") == every.count("shares") > 10 and len(set(kernels)) > 2
 
 
 def test_compiling_ahead_needs_no_gpu_and_fills_the_cache(tmp_path, monkeypatch, capsys):
@@ -119,7 +123,7 @@ import sys
 sys.path.insert(0, "tests/bench")
 import moe
 from fpk.tune.lint import device_of
-from fpk.device import pretend
+from fpk.device import pretend, pretend_triton
 sys.argv = ["moe.py", "--csv", "-", "--only-compile", "--models", "deepseek_v3_tp8", "--schemes",
             "fp8_block128:fp8_group128", "--tokens", "16"]
 with pretend(device_of("nv-h200-sm90-132")):

@@ -14,6 +14,9 @@ BENCH = ("{python}", "-W", "ignore", "{bench}/")
 TRIED = ("--max-candidates", "24", "--budget", "0", "--final-ms", "20", "--minutes", "60", "--compile-limit", "90")
 LAYERS = ((2112, 7168), (4096, 4096), (7168, 2048), (6144, 4096), (4096, 14336), (28672, 4096))  # of the tables
 NEW_LAYERS = ((10240, 8192), (24576, 1536), (4096, 7168), (8192, 28672))
+LONG_LAYERS = ((7168, 16384), (57344, 8192))
+FAST = ("fast_accum=True",)
+SHARES = ("--all-of", "shares", "--max-candidates", "28")  # 15 to 20 of them, and what else was good
 # of dense.csv, so that the first ones already span small and large
 DENSE = (
     "deepseek_v3/gate_up", "llama3_8b/gate_up", "llama3_70b/qkv", "deepseek_v3/qkv_a", "llama3_8b/down",
@@ -30,8 +33,8 @@ def cases(tokens: tuple[int, ...], layers: tuple[tuple[int, int], ...], more: tu
     return "; ".join(f"M={m} N={n} K={k} {x}".strip() for x in more for n, k in layers for m in tokens)
 
 
-def tables(name: str, op: str, wanted: str, seconds: float, fills: str) -> Measurement:
-    arguments, some = ("--ops", op, *TRIED), wanted.rpartition("; ")[2]
+def tables(name: str, op: str, wanted: str, seconds: float, fills: str, more: tuple[str, ...] = ()) -> Measurement:
+    arguments, some = ("--ops", op, *TRIED, *more), wanted.rpartition("; ")[2]
     folders = ("--out", "{out}", "--state", "{scratch}/state/" + name)
     command = bench("tune", *arguments, "--cases", wanted, *folders, "--processes", "{jobs}")
     dry = ("tune", *arguments, "--cases", some, "--out", "{out}", "--state", "{out}/state", "--list")
@@ -61,7 +64,9 @@ TABLES = (
     tables("tables_group", "scaled_mm_group", cases((16, 128, 1024, 4096), LAYERS), 70, "autotune_db: 24 shapes"),
     tables("tables_weight_only", "mm_weight_only", "M=1024 N=28672 K=4096; M=4096 N=28672 K=4096", 12,
            "autotune_db: two keys measured with older kernels"),
-    tables("tables_64", "scaled_mm", cases((64,), LAYERS), 20, "autotune_db: rows between 16 and 128 tokens"),
+    tables("tables_few", "scaled_mm", cases((1, 16, 64), (*LAYERS, *NEW_LAYERS, *LONG_LAYERS), FAST) + "; "
+           + cases((32,), LAYERS, FAST), 125, "autotune_db: up to 64 tokens, fast accumulation", SHARES),
+    tables("tables_few_full", "scaled_mm", cases((1, 16, 64), LAYERS), 60, "autotune_db: up to 64 tokens", SHARES),
     tables("verify_scaled_mm", "scaled_mm", cases((4, 32, 256, 512, 2048), ((2112, 7168), (4096, 4096), (28672, 4096)))
            + "; " + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*: 15 new token counts, 12 shapes"),
     tables("verify_group", "scaled_mm_group", cases((64, 512), LAYERS) + "; " + cases((16, 128, 1024), NEW_LAYERS), 60,
@@ -90,7 +95,7 @@ DENSE_KERNELS = ("fpk/kernels/gemm", "autotune_db")
 MOE_KERNELS = ("fpk/kernels/moe", "fpk/_moe.py")
 
 PLAN = (
-    *TABLES[:3],
+    *TABLES[:4],
     Measurement(
         "drafts_block", "docs/dense-kernels.md: kernels of scaled_mm_group that have not run yet",
         ("{python}", "-W", "ignore", "{root}/tests/drafts/block/run_block.py", "--csv", "{out}/block.csv", "--jobs",
@@ -99,20 +104,13 @@ PLAN = (
         70, 200, needs=("peers",),
     ),
     Measurement(
-        "drafts_few", "docs/dense-kernels.md: a kernel of scaled_mm for few tokens that has not run yet",
-        ("{python}", "-W", "ignore", "{root}/tests/drafts/few/run_few.py", "--csv", "{out}/few.csv", "--jobs",
-         "{jobs}"),
-        ("drafts.few.run_few", "--dry"),
-        60, 200,
-    ),
-    Measurement(
         "drafts_grouped", "docs/expert-kernels.md: kernels of grouped_scaled_mm_group that have not run yet",
         ("{python}", "-W", "ignore", "{root}/tests/drafts/grouped/run_grouped.py", "--csv", "{out}/grouped.csv",
          "--jobs", "{jobs}"),
         ("drafts.grouped.run_grouped", "--dry"),
         60, 200, needs=("peers",),
     ),
-    *TABLES[3:],
+    *TABLES[4:],
     Measurement(
         "dense", "products of 12 layers beside peers, blocks of 200 ms",
         bench("dense", "--csv", "{out}/dense.csv", "--peers", "{bench}/peers.py", "--layers", *DENSE, "--products",

@@ -1,9 +1,11 @@
 """Tables of an op for this GPU, inside a campaign: `fpk.tune.h200_job` that compiles on the CPU and waits for its turn.
 
-    python tests/bench/tune.py --ops OP --cases "M=16 N=4096 K=7168;..." --out DIR --state SCRATCH [--list]
+    python tests/bench/tune.py --ops OP --cases "M=16 N=4096 K=7168;..." --out DIR --state SCRATCH [--all-of KERNEL,...]
+        [--list]
 
-Compete: the default, what look-ups answer for the case, then configs of the op's tables, the most frequent first, and a
-fixed choice of others. Cases that trials in DIR (trials*.jsonl.gz, of earlier calls) have finals of are not tuned anew.
+Compete: the op's first DEFAULTS choices, what look-ups answer for the case, all configs of kernels that `--all-of`
+names, then configs of the op's tables, the most frequent first, and a fixed choice of others. Cases that trials in DIR
+(trials*.jsonl.gz, of earlier calls) have finals of are not tuned anew.
 DIR gets `trials-N.jsonl.gz` and `runs-N.json`; fold.py makes tables of them.
 """
 
@@ -27,6 +29,7 @@ from fpk.tune.export import read_trials
 from fpk.tune.trials import canonical
 
 FLUSH_S = 6.0  # of a turn, left for writing
+DEFAULTS = 2  # the default, and the next one, which is it on other versions of triton
 
 
 def frequent(op: str, gpu: str) -> list[str]:
@@ -59,8 +62,15 @@ class Job(h200_job.Job):
             answers = [canonical(a.row.config) for a in db.explain(op.name, op.key(**bound), self.device)]
         common = self.common.setdefault(op.name, frequent(op.name, gpu))
         first = {config: place for place, config in reversed(list(enumerate([*answers, *common])))}
-        texts = [canonical(config) for config in found]
-        ranks = {i: (i > 0, first.get(t, len(first)), hashlib.sha256(t.encode()).digest()) for i, t in enumerate(texts)}
+        wanted = self.arguments.all_of.split(",")
+
+        def rank(i: int) -> tuple[Any, ...]:
+            text = canonical(found[i])
+            place = first.get(text, len(first))
+            known = place < len(answers) or found[i].get("kernel") in wanted
+            return 0 if i < DEFAULTS else 1 if known else 2, place, hashlib.sha256(text.encode()).digest()
+
+        ranks = {i: rank(i) for i in range(len(found))}
         return [found[i] for i in sorted(sorted(ranks, key=ranks.__getitem__)[: limit or None])]
 
     def tune(self, *arguments: Any) -> None:
@@ -68,10 +78,15 @@ class Job(h200_job.Job):
         super().tune(*arguments)
 
 
-def main() -> int:
+def arguments_of() -> argparse.ArgumentParser:
     parser = h200_job.arguments_of(__doc__)
+    parser.add_argument("--all-of", default="", help="kernels whose configs all compete")
     parser.add_argument("--list", action="store_true", help="cases and their numbers of candidates; nothing is run")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = arguments_of().parse_args()
     out, name = Path(options.out), options.ops
     out.mkdir(parents=True, exist_ok=True)
     cases = [db.parse_case(c) for c in options.cases.split(";") if c.strip()]
