@@ -281,7 +281,10 @@ def test_products_of_mxfp8(act, weight, device):
     values = x.double() if act is None else qx.dequantize().double()
     expected = values @ qw.dequantize().double().T
     out = fpk.mm(qx, qw, out_dtype=torch.float32)
-    assert float((out.double() - expected).norm() / expected.norm()) < 1e-5
+    # tensor cores of sm90 cut the sums of FP8 products: what the op says that it may lose by that
+    about = dict(a=x if act is None else qx.codes, format_a=act or "none", out_dtype=torch.float32)
+    allowed = max(1e-5, OPS["mm_packed"].tolerance(about))
+    assert float((out.double() - expected).norm() / expected.norm()) < allowed
 
 
 @pytest.mark.parametrize(
