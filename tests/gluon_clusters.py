@@ -6,6 +6,7 @@ import torch
 from gluon_emulator import Barrier, Buffer, Fault, Program, pause, task
 from gluon_language import Pointer, change, method_to, store, tile_of, wait_at
 from gluon_language import load as fetch
+from gluon_streams import STREAMS
 from torch import Tensor
 
 RANK = 24  # an address of the cluster's memory is rank << RANK and a byte
@@ -131,4 +132,5 @@ ASSEMBLY: dict[str, dict[str, Any]] = dict(
     _activation=dict(activate=silu),
     _multicast=dict(meet=lambda x: sync(), wait_alone=wait_at, release=release, _load_to_both=load_to_all),
     _gluon_late=dict(_rounded=rounded),
+    _streams=STREAMS,
 )

@@ -70,10 +70,6 @@ def method_to(x: Any, dtype: Any, bitcast: bool = False) -> Any:
     return x.contiguous().view(torch_type(dtype)) if bitcast else x.to(torch_type(dtype))
 
 
-def method_split(x: Tensor) -> tuple[Tensor, ...]:
-    return x.unbind(-1)
-
-
 def method_reinterpret(x: Buffer, dtype: Any, shape: Any, layout: Any) -> Buffer:
     return Buffer(x.program, x.region, x.at, torch_type(dtype), shape, row_major(shape))
 
@@ -83,7 +79,8 @@ def row_major(shape: Any) -> list[int]:
 
 
 METHODS: dict[str, Callable[..., Any]] = {
-    "to": method_to, "split": method_split, "_reinterpret": method_reinterpret, "reinterpret": method_reinterpret,
+    "to": method_to, "_reinterpret": method_reinterpret, "reinterpret": method_reinterpret,
+    "split": lambda x: x.unbind(-1),
 }  # fmt: skip
 
 
@@ -254,6 +251,7 @@ class Language:
     full = staticmethod(lambda shape, x, dtype, layout=None: torch.full(tuple(shape), x, dtype=torch_type(dtype)))
     cdiv = staticmethod(lambda a, b: -(-a // b))
     expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
+    join = staticmethod(lambda a, b: torch.stack((a, b), -1))
     convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     minimum, maximum = staticmethod(extreme(min, torch.minimum)), staticmethod(extreme(max, torch.maximum))
     static_range, static_assert = range, staticmethod(static_assert)
