@@ -101,8 +101,8 @@ def copy_two(to, first, second, at):
 
 @gluon.jit
 def copy_line(at, pointers):
-    """Every calling thread copies an fp32 value to bytes `at`; `tell` follows. Through L1: the next steps' values lie in
-    the same line."""
+    """Every calling thread copies an fp32 value to bytes `at`; `tell` follows. Through L1: the values of the next steps
+    lie in the same line."""
     gl.inline_asm_elementwise(
         """
         {
