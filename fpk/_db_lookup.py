@@ -46,6 +46,7 @@ class Answer(NamedTuple):
 
 
 _Offer = tuple[str, Row, str, str, float]  # an Answer's fields
+_Shape = tuple[tuple[float, ...], list[float], list[list[Row]]]  # sizes but M, each M, its rows; sizes as logarithms
 
 
 class Table:
@@ -64,7 +65,8 @@ class Table:
             block.sort(key=lambda row: row.rank)
             flags, log_m, logs = _split(block[0].key)
             shapes.setdefault(flags, {}).setdefault(logs, []).append((log_m, block))
-        self._shapes: dict[frozenset[Any], list[tuple[tuple[float, ...], list[float], list[list[Row]]]]] = {}
+        self._shapes: dict[frozenset[Any], list[_Shape]] = {}
+        self._likes: dict[tuple[Any, ...], list[_Shape]] = {}  # by the flags of a key as it was spelled
         for flags, groups in shapes.items():
             ordered = [(logs, sorted(ms, key=lambda m: m[0])) for logs, ms in sorted(groups.items())]
             self._shapes[flags] = [(logs, [m for m, _ in ms], [block for _, block in ms]) for logs, ms in ordered]
@@ -114,9 +116,7 @@ class Table:
 
     def _made_ready(self, flags: frozenset[Any], sm_count: int) -> Products | None:
         """The recorded shapes with these flags (SOFT_FLAGS apart), and the rate that none of them exceeds."""
-        shapes = self._shapes.get(flags)
-        if shapes is None:
-            shapes = [shape for kin in self._kin.get(_hard(flags), ()) for shape in self._shapes[kin]]
+        shapes = self._shapes_like(flags)
         ready = []
         names: dict[Any, int] = {}  # numbers and plain tuples are what is cheapest to compare and to take apart
         for logs, ms, blocks in shapes:
@@ -128,15 +128,21 @@ class Table:
         rate = full_rate(row for _, _, blocks in shapes for block in blocks for row in block)
         return Products(rate, ready) if rate else None  # type: ignore[arg-type]  # sizes but M are N and K; plain Tiles
 
+    def _shapes_like(self, flags: frozenset[Any]) -> list[_Shape]:
+        """Recorded shapes with these flags, or with their like."""
+        found = self._shapes.get(flags)
+        return found if found is not None else [s for kin in self._kin.get(_hard(flags), ()) for s in self._shapes[kin]]
+
     def exact(self, key: Mapping[str, Any]) -> list[Row]:
         return self._exact.get(frozenset(key.items()), [])
 
     def nearest(self, key: Mapping[str, Any], count: int = _NEAREST) -> list[tuple[float, list[Row]]]:
         """Distance and rows of the recorded shapes closest to `key`, SOFT_FLAGS apart of equal flags."""
-        flags, log_m, logs = _split(key)
-        shapes = self._shapes.get(flags)
+        flags = _flags(key)
+        shapes = self._likes.get(flags)
         if shapes is None:
-            shapes = [shape for kin in self._kin.get(_hard(flags), ()) for shape in self._shapes[kin]]
+            shapes = self._likes[flags] = self._shapes_like(_split(key)[0])
+        log_m, logs = _log2(key.get("M", 1)), [_log2(key[n]) for n in _OTHER_SIZES if n in key]
         found = []
         position = 0  # unique in `found`: ties go to the smaller shape, and rows are never compared
         for other, ms, blocks in shapes:
