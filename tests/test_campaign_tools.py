@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
+import campaign_plan
 import fold
 import gpu_laws
 import pytest
@@ -137,3 +138,25 @@ def test_layers_of_experts_compile_ahead_without_a_gpu(tmp_path):
     assert done.returncode == 0 and "Error" not in done.stdout, done.stdout + done.stderr[-2000:]
     names = {f.stem for f in tmp_path.rglob("*.cubin")}
     assert {"_route_kernel", "_permute_kernel", "_grouped_kernel", "_unpermute_kernel"} <= names
+
+
+def test_rows_take_the_place_of_those_of_their_cell(tmp_path):
+    """Other cells stay, new columns come behind; a file whose rows are measured together is replaced."""
+    names = {m.name: m for m in campaign_plan.PLAN}
+
+    def write(path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    old, new = tmp_path / "root" / "results", tmp_path / "out"
+    products, dispatch = old / names["dense_few"].csv, old / names["dispatch"].csv
+    write(products, "product,layer,M,fast_accum,us\np,a,1,1,9\np,b,1,1,8\n")
+    write(dispatch, "what,us\nx,1\ny,2\n")
+    write(new / "dense_few" / "dense.csv", "product,layer,M,fast_accum,us,mhz\np,b,1,1,7,1980\np,b,16,1,6,1970\n")
+    write(new / "dispatch" / "dispatch.csv", "what,us\nx,3\n")
+    for _ in range(2):
+        fold.fold_rows([new, tmp_path / "nothing"], tmp_path / "root")
+        assert products.read_text() == (
+            "product,layer,M,fast_accum,us,mhz\np,a,1,1,9,\np,b,1,1,7,1980\np,b,16,1,6,1970\n"
+        )
+        assert dispatch.read_text() == "what,us\nx,3\n"

@@ -84,7 +84,7 @@ TABLES = (
 LAWS = (
     laws("laws_experts", 60, "tests/laws/test_shuffled_experts.py", "tests/methods/test_moe_mx.py"),
     laws("laws_packed", 90, "tests/laws/test_packed.py", "tests/laws/test_pack.py", "tests/laws/test_microscale.py"),
-    laws("laws_packed_ops", 90, "tests/test_ops.py", keyword="packed or shuffle or pack or quantize", least=20.0),
+    laws("laws_packed_ops", 90, "tests/test_ops.py", keyword="packed or shuffle or pack or quantize", jobs=4),
     laws("laws_dense", 60, "tests/test_dense_gpu.py", "tests/test_block_gpu.py", "tests/laws/test_weight_only.py"),
     laws("laws_prefill", 60, "tests/laws/test_prefill.py", "tests/laws/test_attention.py", least=0.0),
     laws("laws_rest", 200, "tests/test_moe_gpu.py", "tests/test_moe_token.py", "tests/test_gpu.py", "tests/laws",
@@ -93,6 +93,31 @@ LAWS = (
 
 DENSE_KERNELS = ("fpk/kernels/gemm", "autotune_db")
 MOE_KERNELS = ("fpk/kernels/moe", "fpk/_moe.py")
+FEW, MANY = ("1", "16", "64", "256"), ("1024", "4096", "8192")
+
+
+def dense(name: str, tokens: tuple[str, ...], seconds: float, *products: str) -> Measurement:
+    """Blocks of 200 ms where the power limit is felt, shorter ones for few tokens."""
+    blocks = ("200", "--rounds", "2") if tokens == MANY else ("60", "--settle-ms", "15", "--rounds", "3")
+    common = ("dense", "--csv", "{out}/dense.csv", "--peers", "{bench}/peers.py", "--products", *products, "--layers")
+    return Measurement(
+        name, f"{', '.join(products)} of 12 layers beside peers, {tokens[0]} to {tokens[-1]} tokens",
+        bench(*common, *DENSE, "--tokens", *tokens, "--block-ms", *blocks, "--warm", "{jobs}"),
+        (*common, DENSE[0], "--tokens", "1", "--block-ms", "1", "--settle-ms", "1", "--rounds", "1", "--warm", "1"),
+        seconds, 2 * seconds, csv=f"{GPU}/products.csv", inputs=DENSE_KERNELS,
+    )  # fmt: skip
+
+
+DENSE_PARTS = (
+    dense("dense_block_many", MANY, 80, "fp8_block"),
+    dense("dense_block_few", FEW, 45, "fp8_block"),
+    dense("dense_few", FEW[:3], 70, "fp8_token", "int8_token"),
+    dense("dense_many", MANY, 75, "fp8_token"),
+    dense("dense_weight_only", FEW[:3], 30, "fp8_weight_only"),
+    dense("dense_int8_many", MANY, 50, "int8_token"),
+    dense("dense_rest", FEW[3:], 50, "fp8_token", "fp8_weight_only", "int8_token"),
+    dense("dense_tensor", (*FEW, *MANY), 150, "fp8_tensor"),
+)
 
 PLAN = (
     *TABLES[:4],
@@ -111,16 +136,7 @@ PLAN = (
         60, 200, needs=("peers",),
     ),
     *TABLES[4:],
-    Measurement(
-        "dense", "products of 12 layers beside peers, blocks of 200 ms",
-        bench("dense", "--csv", "{out}/dense.csv", "--peers", "{bench}/peers.py", "--layers", *DENSE, "--products",
-              "fp8_token", "fp8_block", "fp8_weight_only", "int8_token", "fp8_tensor", "--block-ms", "200",
-              "--rounds", "2", "--warm", "{jobs}"),
-        ("dense", "--csv", "{out}/dense.csv", "--peers", "{bench}/peers.py", "--layers", *DENSE[:1], "--products",
-         "fp8_token", "fp8_block", "fp8_weight_only", "int8_token", "--tokens", "1", "--block-ms", "1", "--settle-ms",
-         "1", "--rounds", "1", "--warm", "1"),
-        900, 220, csv=f"{GPU}/products.csv", inputs=DENSE_KERNELS,
-    ),
+    *DENSE_PARTS,
     *LAWS[:4],
     Measurement(
         "packed", "packed products through the shipped tables",

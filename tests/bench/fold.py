@@ -1,16 +1,20 @@
-"""Trials of a campaign's tables into the repository: autotune_db/ and the logs in tests/tune_data/.
+"""Results of a campaign into the repository: autotune_db/, the logs in tests/tune_data/, and results/.
 
     python tests/bench/fold.py OUT ... [--into ROOT]
 
 A key that `tables_*` of these results measured to its finals takes the place of what was known of it; `verify_*` go to
-the logs of shapes that no table has. Folding nothing changes nothing.
+the logs of shapes that no table has. Rows of CSV files take the place of those of the same cell; tests/trust/summary.py
+collects verdicts. Folding nothing changes nothing.
 """
 
 import argparse
+import csv
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from campaign_plan import PLAN
 
 import fpk.kernels  # noqa: F401  declares every op
 from fpk import db
@@ -20,6 +24,14 @@ from fpk.tune.trials import Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = ("scaled_mm", "scaled_mm_group", "mm_weight_only")
+# what tells apart the rows of a file of results; all rows of other files are measured together
+CELLS = {
+    "products.csv": ("product", "layer", "M", "fast_accum"),
+    "packed.csv": ("product", "M", "N", "K"),
+    "moe.csv": ("model", "scheme", "routing", "T", "stage"),
+    "online.csv": ("layers", "method", "scheme"),
+    "quantizers.csv": ("op", "M", "K", "variant"),
+}
 
 
 def complete(trials: list[Trial]) -> list[Trial]:
@@ -67,6 +79,29 @@ def list_runs(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fold_rows(folders: list[Path], root: Path) -> None:
+    """CSV files of measurements into those that the plan says they fill."""
+    for m in PLAN:
+        found = [path for folder in folders for path in sorted((folder / m.name).glob("*.csv"))]
+        new = [row for path in found for row in read_rows(path)] if m.csv and not m.csv.endswith("trust.csv") else []
+        if not new:
+            continue
+        path = root / "results" / m.csv
+        old, cell = read_rows(path) if path.exists() else [], CELLS.get(path.name)
+        kept = {tuple(row.get(n, "") for n in cell): row for row in (*old, *new)} if cell else dict(enumerate(new))
+        names = list(dict.fromkeys(n for row in kept.values() for n in row))
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept.values())
+        print(f"{m.csv}: {len(new)} rows measured by {m.name}")
+
+
 def fold(folders: list[Path], root: Path) -> None:
     data, base = root / "tests" / "tune_data", root / "autotune_db"
     new, runs = measured(folders, "tables")
@@ -89,6 +124,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=ROOT)
     options = parser.parse_args()
     fold(options.folders, options.into)
+    fold_rows(options.folders, options.into)
     return 0
 
 
