@@ -11,10 +11,10 @@ from fpk import check, db
 from fpk._moe import gathers
 from fpk._moe_checks import Static
 from fpk.check import bits
-from fpk.device import pretend
+from fpk.device import pretend, pretend_triton
 from fpk.formats import scheme_of
-from fpk.op import _BATCHED, OPS, batch_must_not_matter
-from fpk.tune.arguments import outline
+from fpk.op import _BATCHED, FIXED_BATCH, OPS, batch_must_not_matter
+from fpk.tune.arguments import legal_candidates, outline
 
 CHOOSY = [
     op
@@ -48,6 +48,19 @@ def test_one_config_for_every_batch(op, recorded):
             with fpk.batch_invariant():
                 chosen.append(str(op.config_for(**args)))
     assert len(set(chosen)) == 1
+
+
+@pytest.mark.parametrize("op", CHOOSY, ids=lambda op: op.name)
+@pytest.mark.parametrize("triton", ["3.6", "3.9"])
+def test_a_candidate_for_the_fixed_batch_is_legal_in_any(op, triton):
+    """Else another one would take its place in batches of some sizes."""
+    case, tokens = wide(op)
+    h200 = fpk.device.Device("sm90", "NVIDIA H200", "nv", 132)
+    with pretend(h200), pretend_triton(triton), fpk.batch_invariant():
+        found = legal_candidates(op, outline(op, dict(case) | {tokens: FIXED_BATCH}), h200)
+        for size in (1, 700, 4096, 65536):
+            bound = outline(op, dict(case) | {tokens: size})
+            assert found and all(op.is_legal(config, bound, h200) for config in found)
 
 
 def test_without_it_the_batch_counts():

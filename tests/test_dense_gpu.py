@@ -136,6 +136,19 @@ def test_shares_waits_for_what_is_in_front_of_it(name):
             )
 
 
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_codes_just_quantized_are_waited_for(m):
+    """mm_weight_only behind the quantizer of its weight, which lets it start early."""
+    op, quantize, x = OPS["mm_weight_only"], OPS["quantize_fp8_token"], torch.randn(m, 4096, device="cuda").bfloat16()
+    ws = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) * 3.0**i for i in range(8)]
+    for w in ws:
+        out = op(x, *quantize(w))
+        torch.cuda.synchronize()
+        codes, scale = quantize(w)
+        torch.cuda.synchronize()
+        assert torch.equal(bits(out), bits(op(x, codes, scale)))
+
+
 @pytest.mark.parametrize("name", ["one", "tall", "three", "pair"])
 def test_graphs_of_shares_run_side_by_side(name):
     """Each has tickets of its own."""

@@ -1,13 +1,16 @@
 """scaled_mm's `shares` kernel: on an emulated GPU against the reference, broken, and what it takes and refuses."""
 
+import ast
 import itertools
+import re
+from pathlib import Path
 
 import gluon_language
 import guarded
 import pytest
 import torch
 
-import fpk.kernels  # noqa: F401  declares every op
+import fpk.kernels
 from fpk import db
 from fpk.check import assert_close
 from fpk.device import Device, pretend, pretend_triton
@@ -77,7 +80,7 @@ def emulate(monkeypatch):
 
     monkeypatch.setattr(gluon_language.Language, "store", staticmethod(store))
 
-    def run(launch, sms, seed=0, times=2, M=16, N=328, K=1168, **case):
+    def run(launch, sms, seed=0, times=2, launches=1, M=16, N=328, K=1168, **case):
         changes = {n: case.pop(n) for n in list(case) if n.startswith("_") or n.endswith("_kernel")}
         inputs = OP.inputs(**dict(M=M, N=N, K=K) | case, device="cpu", seed=5)
         bound = OP.bind(**inputs)
@@ -88,7 +91,7 @@ def emulate(monkeypatch):
             Front(patch, inputs)
             with gluon_language.emulated(seed, **changes) as ran:
                 found = [OP.launcher(**bound, config=launch) for _ in range(times)]
-        assert ran == ["shares_kernel"] * times and not counters.any()
+        assert ran == ["shares_kernel"] * times * launches and not counters.any()
         assert sum(written) == times * expected.numel(), "results are written once"
         written.clear()
         assert_close(found[0], expected, OP.tolerance(bound))
@@ -294,5 +297,29 @@ def test_weights_are_met_once():
         assert _launch.is_new(torch.zeros(64, 64))
 
 
-def test_tickets_beyond_the_shared_ones_are_new():
-    assert len(_tickets.tickets(_tickets.LIMIT + 5, torch.device("cpu"))) == _tickets.LIMIT + 5
+def reads_ahead(text):
+    """Names of functions in which something is fetched before the kernel in front has ended."""
+    for fn in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)):
+        calls = [(n.lineno, ast.unparse(n.func)) for n in ast.walk(fn) if isinstance(n, ast.Call)]
+        waits = [line for line, name in calls if name == "gdc_wait"]
+        if any(line < min(waits) for line, name in calls if waits and re.search("fetch|load", name)):
+            yield fn.name
+
+
+def test_kernels_that_fetch_weights_early_are_launched_behind_what_makes_them():
+    texts = {path.stem: path.read_text() for path in (Path(fpk.__file__).parent / "kernels").rglob("*.py")}
+    early = {name for name, text in texts.items() if list(reads_ahead(text))}
+    assert early == {"_gluon_shares", "_gluon_weight_shares", "_gluon_unit_warps"}
+    for name in early:
+        (kernel,) = re.findall(r"^def (\w+_kernel)\(", texts[name], re.M)
+        launchers = [text for text in texts.values() if f"{kernel}[" in text]
+        assert launchers and all("**ahead(" in text.split(f"{kernel}[")[1] for text in launchers)
+
+
+def test_many_tokens_are_several_launches(emulate, monkeypatch):
+    """Which have tickets enough, and give what one launch gives."""
+    assert _tickets.pieces(100, 8, 16) == [slice(0, 100)] and not _tickets.pieces(0, 8, 16)
+    assert _tickets.pieces(70_000, 64, 128) == [slice(i, min(i + 8192, 70_000)) for i in range(0, 70_000, 8192)]
+    monkeypatch.setattr(_tickets, "LIMIT", 12)
+    for m, case in ((19, FAST), (33, INT8 | dict(bias=True)), (17, TENSOR)):
+        emulate(of(8, 3), 5, launches=-(-m // 16), M=m, N=328, **case)

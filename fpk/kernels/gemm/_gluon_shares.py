@@ -130,7 +130,7 @@ def _add_up(
             more = ()
             for i in gl.static_range(AT_ONCE):
                 wanted = (inside >= 0) & (k + i <= last)
-                more += (gl.load(part + 2 * i * STEP, mask=wanted, other=0, cache_modifier=".cg"),)
+                more += (gl.load(part + 2 * i * STEP, mask=wanted, other=0, cache_modifier=".cg"),)  # type: ignore[assignment]
             for i in gl.static_range(AT_ONCE):
                 row += more[i]
             part += 2 * AT_ONCE * STEP

@@ -13,7 +13,7 @@ from fpk.kernels.gemm._gluon import TYPES, descriptor
 from fpk.kernels.gemm._gluon_shares import shares_kernel
 from fpk.kernels.gemm._launch import ahead
 from fpk.kernels.gemm._mm import fits_descriptors
-from fpk.kernels.gemm._tickets import tickets
+from fpk.kernels.gemm._tickets import LIMIT, pieces, tickets
 from fpk.kernels.gemm._weight_shares import _snapped
 
 MOST_TOKENS = 64  # of a tile; more are not worth a candidate
@@ -73,7 +73,7 @@ def shares_fit(config: Config, device: Device, a: Tensor, b: Tensor, full: bool)
     tiles, steps, per_program = shared_out(N, K, config, device.sm_count)
     if split > 1:
         return (split - 1) * per_program < steps and cdiv(M, m) <= _AXIS
-    return cdiv(tiles * steps, per_program) <= _AXIS
+    return cdiv(tiles * steps, per_program) <= _AXIS and tiles * rows <= LIMIT
 
 
 def launch_shares(
@@ -82,7 +82,7 @@ def launch_shares(
 ) -> None:  # fmt: skip
     """Multiply; `scales`: of a and b, `strides`: of their rows."""
     (M, K), N, is_int8 = a.shape, b.shape[0], a.dtype is torch.int8
-    config = {n: v for n, v in config.items() if n != "kernel"}
+    whole, config = config, {n: v for n, v in config.items() if n != "kernel"}
     tiles, steps, per_program = shared_out(N, K, config, device.sm_count)
     block, rows, held, cluster = config["BLOCK_M"], config["BLOCK_N"] // 64, config.pop("HELD"), config.pop("SPLIT_K")
     cluster = max(1, cluster)
@@ -91,6 +91,12 @@ def launch_shares(
     kind = torch.int32 if is_int8 else torch.float32
     parts, counters = scales[1].view(kind), scales[1].view(torch.int32)  # unused where programs have whole tiles
     if per_program % steps and cluster == 1:
+        several = pieces(M, block, tiles * rows)
+        if len(several) > 1:
+            for some in several:
+                of_some = scales[0] if strides[0] == 0 else scales[0][some]
+                launch_shares(device, a[some], b, (of_some, scales[1]), bias, strides, out[some], promote, whole)
+            return
         parts = torch.empty(columns * programs * 2 * rows * 64 * block, dtype=kind, device=a.device)
         counters = tickets(columns * tiles * rows, a.device)
     if rows == 1:

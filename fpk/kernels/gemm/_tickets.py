@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 16_384
-"""Counters that the launches of a stream share; one that wants more gets new ones."""
+"""Counters of a launch at most."""
 _POOL = 1 << 20
 
 _streams: dict[tuple[int, int], Tensor] = {}
@@ -17,7 +17,7 @@ _pools: dict[int, tuple[Tensor, int]] = {}
 
 def tickets(count: int, device: torch.device) -> Tensor:
     """At least `count` int32 zeros on the device, for a launch on its current stream."""
-    if device.type != "cuda" or count > LIMIT:
+    if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = device.index if device.index is not None else torch.cuda.current_device()
     pool, used = _pools.get(index, (None, 0))
@@ -33,3 +33,9 @@ def tickets(count: int, device: torch.device) -> Tensor:
     if key not in _streams:
         _streams[key] = torch.zeros(LIMIT, dtype=torch.int32, device=device)
     return _streams[key]
+
+
+def pieces(M: int, block: int, counters: int) -> list[slice]:
+    """Rows of launches with tickets enough, `block` rows a tile of so many counters: one launch, mostly."""
+    most = block * (LIMIT // counters)
+    return [slice(first, min(first + most, M)) for first in range(0, M, most)]

@@ -16,7 +16,7 @@ from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
 from fpk.kernels.gemm._gluon_weight_shares import weight_shares_kernel
 from fpk.kernels.gemm._launch import ahead, dependent
 from fpk.kernels.gemm._mm import fits_descriptors
-from fpk.kernels.gemm._tickets import LIMIT, tickets
+from fpk.kernels.gemm._tickets import LIMIT, pieces, tickets
 
 _FIELDS = ("BLOCK_M", "ROWS", "TURNS", "STAGES", "PER_SM", "HELD", "COLUMNS", "RENAMED", "CLUSTER")
 LAUNCHER_FIELDS = ("PER_SM", "HELD", "COLUMNS")
@@ -84,7 +84,7 @@ def shares_fit(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_b: Tensor, cols: int, out_dtype: torch.dtype
 ) -> bool:
     """Can the kernel run this?"""
-    (M, K), N, m, held = a.shape, b.shape[0], config["BLOCK_M"], config["HELD"]
+    K, N, m, held = a.shape[1], b.shape[0], config["BLOCK_M"], config["HELD"]
     rows, turns, stages = config["ROWS"], config["TURNS"], config["STAGES"]
     if not AVAILABLE or (rows, turns) not in GROUPS or stages < 2 or 0 < cols < K or scale_b.dtype is not torch.float32:
         return False
@@ -110,8 +110,8 @@ def shares_fit(
     ring = stages * turns * (rows * 64 * 128 + m * 256 + 16)
     sums = rows * (turns - 1) * (64 * m * 4 + 16) if cluster == 1 else 0
     leaving = rows * 2 * 64 * 64 * out_dtype.itemsize if m >= 128 else 0
-    tickets_used = cdiv(M, m) * cdiv(N, 64 * rows) * rows * _keeps(config)
-    return tickets_used <= LIMIT and (ring + sums + leaving + 1024) * held <= device.shared_limit
+    fits = (ring + sums + leaving + 1024) * held <= device.shared_limit
+    return fits and cdiv(N, 64 * rows) * rows * _keeps(config) <= LIMIT
 
 
 def launch_shares(
@@ -120,7 +120,7 @@ def launch_shares(
     """Multiply. How K is divided does not depend on the number of tokens, nor does what a token's row comes to."""
     (M, K), N = a.shape, b.shape[0]
     by_tma, keeps, made = _leaves_by_tma(config, out), _keeps(config), registers(config)
-    config = {n: v for n, v in config.items() if n != "kernel"}
+    whole, config = config, {n: v for n, v in config.items() if n != "kernel"}
     block, per_sm, columns = config["BLOCK_M"], config.pop("PER_SM"), config.pop("COLUMNS")
     del config["HELD"]
     tiles, steps = cdiv(N, 64 * config["ROWS"]), cdiv(K, 128 * config["TURNS"])
@@ -133,6 +133,11 @@ def launch_shares(
     columns, programs = cdiv(M, block), cdiv(tiles * steps, per_program)
     parts, counters = scale_b, scale_b.view(torch.int32)  # unused where every program has whole tiles
     if per_program % steps and cluster == 1:
+        several = pieces(M, block, tiles * config["ROWS"] * keeps)
+        if len(several) > 1:
+            for some in several:
+                launch_shares(device, a[some], b, scale_b, rows, bias, out[some], whole)
+            return
         parts = torch.empty(columns * programs * 2 * config["ROWS"] * 64 * block, device=a.device)
         counters = tickets(columns * tiles * config["ROWS"] * keeps, a.device)
     x = renamed(a, device) if config["RENAMED"] else a

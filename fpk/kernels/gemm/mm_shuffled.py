@@ -36,10 +36,10 @@ from fpk.kernels._tile import decode_fp8, tile_of
 from fpk.kernels.gemm._gluon import AVAILABLE, descriptor
 from fpk.kernels.gemm._gluon_unit_warps import unit_warps_kernel
 from fpk.kernels.gemm._gluon_units import rows_descriptor
-from fpk.kernels.gemm._launch import dependent
+from fpk.kernels.gemm._launch import ahead
 from fpk.kernels.gemm._mm import fits_descriptors
 from fpk.kernels.gemm._operands import decode_codes
-from fpk.kernels.gemm._tickets import LIMIT, tickets
+from fpk.kernels.gemm._tickets import LIMIT, pieces, tickets
 from fpk.kernels.gemm._unit_assembly import assembly
 from fpk.kernels.gemm._unit_space import registers, unit_warps_configs, unit_warps_space
 from fpk.kernels.pack._shuffle import (
@@ -54,7 +54,7 @@ from fpk.kernels.pack._shuffle import (
     unshuffled,
 )
 from fpk.kernels.pack._units import load_unit_codes, load_unit_scales
-from fpk.op import Cost, Kernel, op
+from fpk.op import Cost, Kernel, batch_must_not_matter, op
 from fpk.samples import generator, sample, scales, strided
 from fpk.shapes import linear_cases
 
@@ -174,7 +174,7 @@ def legal(config: Config, device: Device, a: Tensor, packed: Tensor, row_scale: 
         return False
     if a.element_size() == 1 and config["BLOCK_M"] > 128:
         return False  # FP8 sums leave the tensor core: twice the registers
-    rows = triton.cdiv(a.shape[0], config["BLOCK_M"]) * (units_of(row_scale.shape[0], a.shape[1])[0] + 2)
+    rows = units_of(row_scale.shape[0], a.shape[1])[0] + 2
     held = _stage_bytes(config, a, format) * config["STAGES"] + 2048
     return rows <= LIMIT and held * config["PER_SM"] <= device.shared_limit
 
@@ -265,7 +265,7 @@ def mm_shuffled(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if out.numel() == 0:
         return out
-    config, (units_n, units_k) = dict(config), units_of(N, K)
+    whole, config, (units_n, units_k) = config, dict(config), units_of(N, K)
     stride_sa = 0 if scale_a is None or scale_a.shape[0] == 1 else scale_a.stride(0)
     made = constants(format, "bf16" if scale_a is None else "fp8")
     if config.pop("kernel") == "plain":
@@ -281,12 +281,20 @@ def mm_shuffled(
             REBIAS={"e3m2": 124}.get(made["FORMAT"], 126), **made, **config,
         )  # fmt: skip
         return out if wide is out else wide[:, :1].contiguous()
+    several = pieces(M, config["BLOCK_M"], units_n + 2)
+    if len(several) > 1:
+        scales = [scale_a if scale_a is None or stride_sa == 0 else scale_a[some] for some in several]
+        return torch.cat([
+            mm_shuffled.launcher(a[some], packed, row_scale, format, scale, bias, out_dtype, config=whole)
+            for some, scale in zip(several, scales, strict=True)
+        ])  # fmt: skip
     device, per_sm, even = of(a.device), config.pop("PER_SM"), config.pop("SPLIT_K") == 0
     block, rows, units = config["BLOCK_M"], config.pop("BLOCK_N") // ROWS, config.pop("BLOCK_K") // COLUMNS
     columns, tiles, steps = triton.cdiv(M, block), triton.cdiv(units_n, rows), triton.cdiv(units_k, units)
     per_program = steps
     if even:
-        per_program = triton.cdiv(tiles * steps, min(max(1, per_sm * device.sm_count // columns), tiles * steps))
+        shared = 1 if batch_must_not_matter() else columns  # what K is divided into is the same for any batch
+        per_program = triton.cdiv(tiles * steps, min(max(1, per_sm * device.sm_count // shared), tiles * steps))
     programs = triton.cdiv(tiles * steps, per_program)
     lines = packed.view(torch.int32)
     parts, counters = row_scale, lines  # unused where every program has whole rows of units: the same types, one binary
@@ -302,6 +310,6 @@ def mm_shuffled(
         out, parts, counters, row_scale, scale_a, bias,
         M, N, units_n, units_k, per_program, out.stride(0), stride_sa,
         FP8=made["FP8"], GROUP=made["GROUP"], SIX=made["BITS"] == 6, **assembly(made["FORMAT"], made["FP8"]),
-        ROWS=rows, UNITS=units, **config, **registers(rows // config["HELD"], per_sm), **dependent(device, M),
+        ROWS=rows, UNITS=units, **config, **registers(rows // config["HELD"], per_sm), **ahead(device, M, packed),
     )  # fmt: skip
     return out
