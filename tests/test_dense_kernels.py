@@ -10,7 +10,7 @@ import fpk.kernels  # noqa: F401  declares every op
 from fpk.device import pretend, pretend_triton
 from fpk.kernels.gemm._cluster import in_clusters
 from fpk.kernels.gemm._gluon import consumer_tile, piece_columns, right_parts
-from fpk.kernels.gemm._group_hopper import joint
+from fpk.kernels.gemm._group_space import joint, ordered
 from fpk.kernels.gemm._scaled_space import late
 from fpk.kernels.gemm._warps_space import cheapest, estimate, split_for, turns, warps, weight_warps
 from fpk.op import OPS
@@ -198,12 +198,36 @@ def test_programs_in_pairs():
     assert not legal("scaled_mm", config, fast_accum=True, K=384)  # a tile leaves during four steps
 
 
+@pytest.mark.usefixtures("triton_3_6")
+def test_kernels_whose_scales_stream():
+    size = dict(M=300, N=4096, K=1040)
+    for config in (ordered(256), ordered(192, 1), joint(64, 2), joint(128, 8)):
+        rows = config["BLOCK_N"] if config["kernel"] == "joint" else 128
+        assert legal("scaled_mm_group", config, **size, bias=True, dtype=torch.float8_e5m2)
+        assert legal("scaled_mm_group", config, **size, blocks=(128, rows, -1), offsets=(rows, 0))
+        assert legal("scaled_mm_group", config, **size, blocks=(128, -1, 128), out_dtype=torch.float16)
+        for refused in (
+            dict(blocks=(64, 128, 128)), dict(blocks=(256, 128, 128)), dict(blocks=(128, 128, 256)),
+            dict(blocks=(128, 32, 128)), dict(blocks=(128, 128, 128), offsets=(32, 0)), dict(scale_format="e8m0"),
+            dict(blocks=(128, 128, 128), offsets=(0, 64)), dict(dtype=torch.int8), dict(K=1032), dict(arch="sm100"),
+        ):  # fmt: skip
+            assert not legal("scaled_mm_group", config, **size | refused), refused
+        for damage in (dict(CLUSTER=3), dict(STAGES=99), dict(BLOCK_N=96), dict(BLOCK_M=32)):
+            assert not legal("scaled_mm_group", config | damage, **size), damage
+    assert not legal("scaled_mm_group", joint(64, 2, 7), **size)  # its groups of warps have slots of their own
+    assert not legal("scaled_mm_group", joint(64, 2), **size | dict(M=513))
+    for leaves_by_pointers in (dict(N=4100), dict(out_dtype=torch.float32)):
+        assert legal("scaled_mm_group", joint(64, 2), **size | leaves_by_pointers)
+        assert not legal("scaled_mm_group", ordered(256), **size | leaves_by_pointers)
+
+
 @pytest.mark.parametrize(("version", "there"), [("3.6.0", True), ("3.7.0", False), ("3.9.1", False)])
 def test_what_one_version_of_triton_runs_is_nowhere_else(version, there):
     weights = dict(kernel="shares", BLOCK_M=64, ROWS=1, TURNS=1, STAGES=4, PER_SM=1, HELD=2, COLUMNS=1, RENAMED=False)
     with pretend_triton(version):
         assert legal("scaled_mm", late(128, 256, 4), fast_accum=True) is there
-        assert legal("scaled_mm_group", joint(64, 64, 10, 2), M=64, N=4096, K=7168) is there
+        for config in (joint(64, 2), ordered(256)):
+            assert legal("scaled_mm_group", config, M=64, N=4096, K=7168) is there
         assert legal("mm_weight_only", weights | dict(CLUSTER=2, num_warps=4), M=64, N=4096, K=4096) is there
 
 

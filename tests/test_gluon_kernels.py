@@ -9,7 +9,7 @@ from gluon_language import Fault, emulated
 from fpk.check import assert_close
 from fpk.device import Device, pretend, pretend_triton
 from fpk.kernels.gemm import _gluon
-from fpk.kernels.gemm._group_hopper import joint
+from fpk.kernels.gemm._group_space import joint, ordered
 from fpk.kernels.gemm._scaled_space import late
 from fpk.kernels.gemm._warps_space import turns, warps, weight_warps
 from fpk.kernels.gemm._weight_shares import shares
@@ -18,6 +18,7 @@ from fpk.op import OPS
 DEVICE = Device(arch="sm90", name="pretended", vendor="nv", sm_count=3)  # so that programs take several tiles each
 SIZE = dict(M=150, N=328, K=1168)  # no multiples of a tile, and more steps than a ring has slots
 FEW = SIZE | dict(M=45)
+COLUMNS = SIZE | dict(M=152, scale_layout="column", bias=True)  # rows' scales that TMA reads
 ODD = SIZE | dict(K=1040)  # of steps
 SHORT = SIZE | dict(K=272)  # of fewer steps than a ring has slots
 
@@ -72,9 +73,15 @@ CASES = [
     ("scaled_mm_group", warps(64, 128, 3), ODD),
     ("scaled_mm_group", turns(64, 8), SHORT),
     ("scaled_mm_group", turns(32, 6, split=2, per_sm=2), SIZE),
-    ("scaled_mm_group", joint(64, 64, 6, 1), FEW),
-    ("scaled_mm_group", joint(64, 128, 4, 2), FEW | dict(bias=True)),
-    ("scaled_mm_group", joint(64, 64, 4, 4), SIZE | dict(N=327)),
+    ("scaled_mm_group", joint(64, 1, 6), FEW | dict(scale_layout="column")),
+    ("scaled_mm_group", joint(128, 2, 4), FEW | dict(bias=True)),
+    ("scaled_mm_group", joint(64, 2, 6), COLUMNS),
+    ("scaled_mm_group", joint(64, 1, 8), SIZE | dict(N=327)),
+    ("scaled_mm_group", joint(64, 4, 6), SHORT),  # one of the programs has no step
+    ("scaled_mm_group", ordered(256, 2), COLUMNS),
+    ("scaled_mm_group", ordered(192, 2), COLUMNS | dict(out_dtype=torch.float16)),
+    ("scaled_mm_group", ordered(256, 1), SIZE | dict(bias=True)),
+    ("scaled_mm_group", ordered(192, 1), ODD | dict(M=300, scale_layout="column")),
     ("mm_weight_only", weight_warps(64, 128, 3), SIZE | dict(bias=True)),
     ("mm_weight_only", weight_warps(32, 256, 2, k=64), FEW | dict(dtype=torch.int8, a_dtype=torch.float16, N=327)),
     ("mm_weight_only", weight_warps(64, 128, 3, kernel="direct"), SIZE | dict(granularity=(1, 128))),
@@ -149,9 +156,26 @@ BROKEN = [
     ("scaled_mm_group", turns(64, 8), SHORT, "_consume_by_turns", "mbarrier.wait(taken, phase ^ 1)", "pass"),
     ("scaled_mm_group", turns(64, 4), SIZE, "_consume_by_turns", "phase ^= 1", "pass"),
     ("scaled_mm_group", turns(64, 4), SIZE, "_produce_by_turns", "begun_other += max(end - begin, 0) // 2", "pass"),
-    ("scaled_mm_group", joint(64, 64, 4, 2), FEW, "_multiply", "    meet()", "    pass"),
-    ("scaled_mm_group", joint(64, 64, 4, 2), FEW, "_fetch", "cluster_sync(SHARE * SPLIT_K)", "pass"),
-    ("scaled_mm_group", joint(64, 64, 4, 2), FEW, "_fetch", "(LEFT + RIGHT) * 128)", "LEFT * 128)"),
+    ("scaled_mm_group", joint(64, 2, 4), FEW, "_multiply", "    meet()", "    pass"),
+    ("scaled_mm_group", joint(64, 2, 4), FEW, "_fetch", "cluster_sync(CLUSTER)", "pass"),
+    ("scaled_mm_group", joint(64, 2, 4), FEW, "_fetch", "expect(full, SLOT +", "expect(full, 8192 +"),
+    ("scaled_mm_group", joint(64, 2, 4), FEW, "_fetch", "tell(full)", "pass"),
+    (
+        "scaled_mm_group",
+        joint(64, 2, 4),
+        FEW,
+        "_multiply",
+        "slot * 8, phase, mine)\n        sa",
+        "slot * 8, phase, 0)\n        sa",
+    ),
+    ("scaled_mm_group", ordered(256), COLUMNS, "multiply_256", "wait(BARS_AT, 0)", "pass"),
+    ("scaled_mm_group", ordered(256), COLUMNS, "multiply_256", "phase, remain)", "phase, 0)"),
+    ("scaled_mm_group", ordered(256), COLUMNS, "multiply_256", "pass_turn(1)", "pass"),
+    ("scaled_mm_group", ordered(256), COLUMNS, "_fetch", "SLOT + (512", "SLOT + 128 + (512"),
+    ("scaled_mm_group", ordered(192), COLUMNS, "multiply_192", "(2, deps=[t_0])", "(3, deps=[t_0])"),
+    ("scaled_mm_group", ordered(192), COLUMNS, "multiply_192", "(empty, CLUSTER)", "(empty, 1)"),
+    ("scaled_mm_group", ordered(192), COLUMNS, "_fetch", "wait(BARS_AT + (STAGES + slot) * 8, phase)", "pass"),
+    ("scaled_mm_group", ordered(192), COLUMNS | dict(K=128, N=1200), "multiply_192", "tma.store_wait(0)", "pass"),
     ("moe_token", STREAM, TOKEN, "_multiply_up", "mbarrier.wait(full.index(s), (turn // STAGES) & 1)", "pass"),
     ("moe_token", STREAM, TOKEN, "_fetch_down", "((turn // STAGES) & 1) ^ 1", "(turn // STAGES) & 1"),
     ("mm_weight_only", weight_warps(64, 128, 3), SIZE, "_consume", "mbarrier.wait(full.index(slot), (", "max(0, ("),

@@ -253,8 +253,8 @@ def send_box(out_desc, pool, at: gl.constexpr, row, column, OUT: gl.constexpr):
 def line(x: torch.Tensor, count: int) -> TensorDescriptor | None:
     """All that lies between the first and the last element of x, as one line, in pieces of `count`, where rows of x are
     neighbours and every group begins at a multiple of 16 bytes, as TMA wants it; else None."""
-    if x.stride(0) != 1 or x.stride(1) % 4:
-        return None
     extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    if x.stride(0) != 1 or x.stride(1) % 4 or x.data_ptr() % 16 or extent >= 1 << 31:
+        return None
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return TensorDescriptor.from_tensor(x.as_strided((extent,), (1,)), [count], layout)

@@ -10,7 +10,7 @@ summed by the matrix unit and scaled in fp32. Scales that do not change along K:
 
 Kernels: `tile`, K in steps that lie inside one group and block; `split`, K also divided over programs, with an ordered
 reduction; `persistent`, tensor descriptors (TMA), PER_SM programs an SM; `segment`, steps of any length; `warps`,
-`turns` and `joint` (sm90, Gluon; _group_hopper), some warps load and others multiply and scale.
+`turns`, `joint` and `ordered` (sm90, Gluon; _group_hopper), some warps load and others multiply and scale.
 
 Source: the block-scaled FP8 recipe of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -40,7 +40,8 @@ from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, decode
 from fpk.kernels._tile import after_previous, tile_of
 from fpk.kernels.gemm._baselines import torch_scaled_mm_group
-from fpk.kernels.gemm._group_hopper import KERNELS, group_configs, launch_on_hopper, legal_on_hopper
+from fpk.kernels.gemm._group_hopper import KERNELS, launch_on_hopper, legal_on_hopper
+from fpk.kernels.gemm._group_space import group_configs
 from fpk.kernels.gemm._mm import (
     TMA_TARGETS,
     add_scaled,
@@ -252,7 +253,9 @@ def legal(
     if config["kernel"] != "segment" and (width < 32 or step % width != 0):
         return False
     if config["kernel"] in KERNELS:
-        return legal_on_hopper(config, device, a, b, scale_a, scale_b, block_rows, offset_n, out_dtype)
+        return legal_on_hopper(
+            config, device, a, b, scale_a, scale_b, group, block_rows, block_cols, offset_n, offset_k, out_dtype
+        )
     if config["kernel"] == "persistent" and not fits_descriptors(a, b):
         return False
     buffers = (config["BLOCK_M"] + config["BLOCK_N"]) * width * stages_held(config, device) + 2048
