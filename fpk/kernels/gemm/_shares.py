@@ -112,11 +112,11 @@ def launch_shares(
 
 
 def shares_default(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
-    """The default for M tokens where this kernel was timed to be the fastest, else nothing.
+    """The default for M tokens (on the key grid) where this kernel was timed to be the fastest, else nothing.
 
-    An H200 timed 12 layers at 1, 16 and 64 tokens. Up to 8 tokens it is always faster: 1.1 to 1.7 times. At 16 it loses
-    1 to 4 % where tiles leave half of the SMs empty, and what splits K fills them; at 64 wherever that or whole tiles
-    of `tile` fill a wave, which leaves sizes that need many waves, or half a wave and two of it.
+    An H200 timed 12 layers at 1, 16 and 64 tokens. With 1 it is always faster than the older kernels: 1.1 to 1.7 times.
+    With 16 it loses 1 to 4 % where tiles leave half of the SMs empty and splitting K fills them; with 64 also where
+    whole tiles of `tile` fill a wave or two, which leaves many waves, and more than half a wave but less than 0.8.
     """
     m, filled = tokens_held(M), cdiv(N, 64) / sms
     if M > 16:
@@ -124,7 +124,7 @@ def shares_default(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
             yield shares(m, per_sm=3, held=3) if K <= 2048 else shares(m, split=1)
         elif 0.5 < filled <= 0.8:
             yield shares(m, split=2)
-    elif M <= 8 or 0.5 < filled <= 4:
+    elif M == 1 or 0.5 < filled <= 4:
         if filled > 4 or filled <= 0.3 or 0.95 < filled <= 1:
             yield shares(m, wide=2)
         elif filled > 2:
