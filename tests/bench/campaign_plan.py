@@ -85,7 +85,7 @@ LAWS = (
     laws("laws_experts", 60, "tests/laws/test_shuffled_experts.py", "tests/methods/test_moe_mx.py"),
     laws("laws_packed", 90, "tests/laws/test_packed.py", "tests/laws/test_pack.py", "tests/laws/test_microscale.py"),
     laws("laws_packed_ops", 90, "tests/test_ops.py", keyword="packed or shuffle or pack or quantize", jobs=4),
-    laws("laws_dense", 60, "tests/test_dense_gpu.py", "tests/test_block_gpu.py", "tests/laws/test_weight_only.py"),
+    laws("laws_dense", 100, "tests/test_dense_gpu.py", "tests/test_block_gpu.py", "tests/laws/test_weight_only.py"),
     laws("laws_prefill", 60, "tests/laws/test_prefill.py", "tests/laws/test_attention.py", least=0.0),
     laws("laws_rest", 200, "tests/test_moe_gpu.py", "tests/test_moe_token.py", "tests/test_gpu.py", "tests/laws",
          "tests/test_ops.py", "tests/test_batch_invariant.py", "tests/cases", jobs=3, least=0.0),
