@@ -27,6 +27,7 @@ from fpk._shuffled import Shuffled
 from fpk.api import Quantized, quantize
 from fpk.check import expect_dtype, expect_rank, expect_shape, fp8_dtype
 from fpk.formats import FP8, INT8, Scheme, scheme_of
+from fpk.kernels.moe._expert_streams import streams_here
 from fpk.op import FIXED_BATCH, OPS, batch_must_not_matter
 
 __all__ = ["moe", "moe_experts"]
@@ -209,7 +210,7 @@ def moe_experts(
     own: dict[str, Any] = {}  # of shuffled weights whose gates and ups lie side by side, the product activates them
     if isinstance(w13, Shuffled) and gated and interleaved:
         own = dict(activation=activation, alpha=alpha, beta=beta, limit=limit)
-    if on_input is None and gathers(x, scheme, w13, inputs[0], top_k):
+    if on_input is None and gathers(x, scheme, w13, inputs[0], top_k, bias13 is not None):
         rows = x if scheme is None or isinstance(x, Quantized) else _quantized(x, None, scheme, w13, inputs[0])
         hidden = _product(rows, w13, bias13, colsum13, **product, gather=index, top_k=top_k)
     else:
@@ -223,11 +224,14 @@ def moe_experts(
     )  # fmt: skip
 
 
-def gathers(x: Weight, scheme: Scheme | None, weight: Experts, static: Static, top_k: int) -> bool:
+def gathers(
+    x: Weight, scheme: Scheme | None, weight: Experts, static: Static, top_k: int, bias: bool = False
+) -> bool:  # fmt: skip
     """Does the first product gather its tokens itself, instead of getting them in order?
 
     That saves a launch and a copy, but loading scattered rows costs time in every tile of columns, more so where scales
-    come with them. Measured on an H200. Configs differ with it, so where the batch must not matter it does not here.
+    come with them, unless both are copied past the registers (`streams`). Measured on an H200. Configs differ with it,
+    so where the batch must not matter it does not here.
     """
     rows = top_k * (FIXED_BATCH if batch_must_not_matter() else codes_of(x).shape[0])
     if isinstance(weight, Shuffled) or (isinstance(weight, Quantized) and reads_packed(x, weight)):
@@ -240,10 +244,17 @@ def gathers(x: Weight, scheme: Scheme | None, weight: Experts, static: Static, t
         if scheme.product or (scheme.granularity.rows < 0 and static.scale is None):
             return False
     E, N = codes_of(weight).shape[:2]
-    changing = scheme is not None and isinstance(weight, Quantized) and weight.granularity.cols > 0
-    if changing:
-        return N <= 512 and rows > 64
+    if scheme is not None and isinstance(weight, Quantized) and weight.granularity.cols > 0:  # changing scales
+        streamed = 64 * E <= rows < 512 * E and N <= 4096 and not bias and _streams(x, scheme, weight)
+        return rows > 64 and (N <= 512 or streamed)
     return rows <= 8 * E or N <= 4096
+
+
+def _streams(x: Weight, scheme: Scheme, weight: Quantized) -> bool:
+    """Would `streams` multiply gathered rows of x?"""
+    plain = scheme.granularity.cols in (-1, 128) and scheme.scale_format == "fp32"
+    blocks = weight.granularity.rows == weight.granularity.cols == 128 and codes_of(x).dtype is not torch.float32
+    return plain and blocks and streams_here(weight.codes, weight.scale)
 
 
 def _permuted(

@@ -6,7 +6,7 @@ import torch
 from gluon_emulator import Barrier, Buffer, Fault, Program, pause, task
 from gluon_language import Pointer, change, method_to, store, tile_of, wait_at
 from gluon_language import load as fetch
-from gluon_streams import STREAMS
+from gluon_streams import STREAMS, copy_rows
 from torch import Tensor
 
 RANK = 24  # an address of the cluster's memory is rank << RANK and a byte
@@ -133,4 +133,5 @@ ASSEMBLY: dict[str, dict[str, Any]] = dict(
     _multicast=dict(meet=lambda x: sync(), wait_alone=wait_at, release=release, _load_to_both=load_to_all),
     _gluon_late=dict(_rounded=rounded),
     _streams=STREAMS,
+    _gluon_expert_streams=dict(_copy_rows=copy_rows),
 )

@@ -1,4 +1,5 @@
-"""What the inline assembly of fpk.kernels.gemm._streams does, for `gluon_clusters`. Turns are counters of a program.
+"""What the inline assembly of fpk.kernels.gemm._streams does, and that of moe._gluon_expert_streams, for
+`gluon_clusters`. Turns are counters of a program.
 
 Reads of a step that does not come (nobody has waited for it) give NaN, which no result may get.
 """
@@ -80,6 +81,14 @@ def copy_line(at: Tensor, pointers: Pointer) -> None:
     count = len(at.unique())  # lanes behind a short line write the same once more
     assert at.tolist() == [int(at[0]) + 4 * (i % count) for i in range(len(at))]
     copy(int(at[0]), flat[places][:count].view(torch.uint8))
+
+
+def copy_rows(at: int, rows: Tensor, chunks: Tensor, pointers: Pointer, bytes: Tensor) -> None:
+    each = Pointer(pointers.tensor.view(torch.uint8), torch.as_tensor(pointers.at)[..., None] + torch.arange(16))
+    flat, places, wanted = each.places(torch.arange(16) < bytes[..., None])
+    data = torch.where(wanted, flat[places], torch.zeros((), dtype=torch.uint8))
+    assert (rows * 8 + chunks).flatten().tolist() == list(range(data.numel() // 16))
+    copy(at, data.flatten())
 
 
 def tell(at: Any) -> None:

@@ -11,7 +11,7 @@ With gather, row r of all this is row gather[r] // top_k of `a`, and of its scal
 
 Kernels: `tile`, K in steps that lie inside one group and one block; `descriptor`, the same with weights (and rows,
 unless gathered) by tensor descriptors (TMA); `segment`, steps of any length; `vector`, few rows (_vector);
-`gluon` and `wide`, for Hopper (_gluon_grouped, _gluon_wide).
+`gluon`, `wide` and `streams`, for Hopper (_gluon_grouped, _gluon_wide, _gluon_expert_streams).
 
 Source: the FP8 experts of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights).
 """
@@ -30,6 +30,13 @@ from fpk.device import Device, of
 from fpk.formats import E8M0, FP8, Granularity, decode, expand_groups
 from fpk.kernels._tile import after_previous, early_start
 from fpk.kernels.gemm._mm import TMA_TARGETS, add_scaled, finish, load_k, stages_held, store_tile
+from fpk.kernels.moe._expert_streams import (
+    STREAMS_KERNEL,
+    launch_streams,
+    streams_default,
+    streams_legal,
+    streams_space,
+)
 from fpk.kernels.moe._gluon_grouped import GLUON_KERNEL, gluon_configs, gluon_legal, launch_gluon
 from fpk.kernels.moe._gluon_wide import WIDE_KERNEL, launch_wide, wide_configs, wide_legal
 from fpk.kernels.moe._grouped import (
@@ -198,12 +205,13 @@ def _step(group: int, block_cols: int, K: int) -> int:
     return math.gcd(*changes) if changes else triton.next_power_of_2(max(K, 1))
 
 
-def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: Any):
+def configs(a: Tensor, b: Tensor, group: int, block_cols: int, gather: Tensor | None, top_k: int, **_: Any):
     rows, step = rows_per_expert(a, b, top_k), _step(group, block_cols, a.shape[1])
     wide = min(128, step & -step)  # its largest power of two
     if of(a.device).arch == "cpu":  # the interpreter wants few programs, cheap ones
         yield Config(kernel="tile", SWAP=False, BLOCK_M=32, BLOCK_N=64, BLOCK_K=wide, num_warps=4, num_stages=2)
     if wide == 128:
+        yield from streams_default(rows, b.shape[2], gather is not None)
         yield from measured_tiles(a.shape[0] * top_k, b.shape[0], b.shape[2], 1, 2, True)
     if rows <= 32:
         yield Config(
@@ -221,21 +229,23 @@ def configs(a: Tensor, b: Tensor, group: int, block_cols: int, top_k: int, **_: 
     if rows >= 32:
         yield from gluon_configs(((128, 6), (128, 5)))
         yield from wide_configs()
+        yield from streams_space()
 
 
 def legal(
     config: Config, device: Device, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, group: int,
-    block_rows: int, block_cols: int, out_dtype: torch.dtype, gather: Tensor | None, **_: Any,
+    block_rows: int, block_cols: int, bias: Tensor | None, out_dtype: torch.dtype, gather: Tensor | None, **_: Any,
 ) -> bool:  # fmt: skip
+    if config["kernel"] == "streams":
+        blocks = (group, block_rows, block_cols)
+        return streams_legal(config, device, a, b, scale_a, scale_b, blocks, bias, out_dtype, gather)
     if config["kernel"] == "wide":
         fits = a.shape[0] > 0 and out_dtype.itemsize == 2
-        return fits and wide_legal(
-            config, device, a, b, scale_a, scale_b, group, block_rows, block_cols, gather
-        )  # fmt: skip
+        return fits and wide_legal(config, device, a, b, scale_a, scale_b, group, block_rows, block_cols, gather)
     if config["kernel"] == "gluon":
-        blocks = group == 128 and block_cols == 128 and (block_rows < 0 or block_rows % config["BLOCK_N"] == 0)
+        whole = group == 128 and block_cols == 128 and (block_rows < 0 or block_rows % config["BLOCK_N"] == 0)
         plain = a.dtype in FP8 and scale_a.dtype is torch.float32 and scale_b.dtype is torch.float32
-        return blocks and plain and gluon_legal(config, device, a, b, gather)
+        return whole and plain and gluon_legal(config, device, a, b, gather)
     if config["kernel"] == "vector":
         whole = block_cols < 0 or block_rows < 0 or block_rows % config["BLOCK_N"] == 0
         return whole and a.dtype in FP8 and config["BLOCK_N"] * config["BLOCK_K"] <= 64 * 32 * config["num_warps"]
@@ -317,7 +327,7 @@ def inputs(
         tile=Kernel(_grouped_kernel, matrix=True), segment=Kernel(_grouped_kernel, matrix=True),
         descriptor=Kernel(_grouped_kernel, targets=TMA_TARGETS, matrix=True),
         vector=VECTOR_KERNEL,
-        gluon=GLUON_KERNEL, wide=WIDE_KERNEL,
+        gluon=GLUON_KERNEL, wide=WIDE_KERNEL, streams=STREAMS_KERNEL,
     ),
     configs=configs, legal=legal, key=key, cost=cost, cases=grouped_cases(),
 )  # fmt: skip
@@ -362,6 +372,9 @@ def grouped_scaled_mm_group(
         return out
     if config["kernel"] == "wide":
         launch_wide(config, a, b, offs, scale_a, scale_b, bias, out, expert_bins(E))
+        return out
+    if config["kernel"] == "streams":
+        launch_streams(config, a, b, offs, scale_a, scale_b, gather, top_k, out)
         return out
     if config["kernel"] == "vector":
         launch_vector(
