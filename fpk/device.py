@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -149,6 +150,22 @@ def triton_is(*minors: str) -> bool:
     """Is triton one of these, as "3.6"? For kernels that lean on what one version of its compiler does."""
     version = _triton.get() or _installed("triton")
     return ".".join(version.split(".")[:2]) in minors
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def enter_thread() -> None:
+    """See that the calling thread has a CUDA context, before Triton encodes a tensor map: that asks for the current
+    one and makes none ("invalid device context"). A new thread gets its own with the first runtime call that needs it,
+    which memory from torch's cache and a stream from its pool do not."""
+    if not _thread.has_context:
+        torch.cuda.Event().record()
+        _thread.has_context = True
 
 
 def pretended() -> Device | None:

@@ -15,7 +15,7 @@ from fpk._dispatch import dispatcher, refuse_grad
 from fpk._space import Space
 from fpk.check import expect_inner_contiguous, expect_near, expect_own_places, expect_same_device
 from fpk.db import Config
-from fpk.device import INTERPRETING, Device, of
+from fpk.device import INTERPRETING, Device, enter_thread, of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,9 +229,12 @@ class Op(Generic[P, R]):
     def _launch_on_device(self, bound: dict[str, Any], config: Config, device: torch.device | None = None) -> R:
         if device is None:
             device = next(v for v in bound.values() if isinstance(v, Tensor)).device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self.launcher(**bound, config=config)
+        if device.type == "cuda":
+            if device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    enter_thread()
+                    return self.launcher(**bound, config=config)
+            enter_thread()
         return self.launcher(**bound, config=config)
 
     def _resolve(self, bound: dict[str, Any], device: torch.device | None) -> Config:

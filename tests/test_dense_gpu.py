@@ -26,7 +26,7 @@ def check_launch(config, case):
     args = make(OP, PLAIN | case)
     bound = OP.bind(**args)
     if late_fits(config, of(args["a"].device), args["a"], args["b"], bound["out_dtype"]):
-        assert_close(OP.launch(**args, config=config), OP.reference(**args), OP.tolerance(bound), f"{config} {case}")
+        assert_close(OP.launcher(**bound, config=config), OP.reference(**args), OP.tolerance(bound), f"{config} {case}")
         return 1
     return 0
 

@@ -1,7 +1,9 @@
 """What a memo hit of a call may take for the same call: everything that checks and choice read must be equal."""
 
 import contextlib
+import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,3 +240,32 @@ def test_every_op_has_quick_entries(name, monkeypatch):
     first = look_up(**args)
     assert memo.hits == 0
     assert look_up(**args) is first and memo.hits == 1
+
+
+def test_a_thread_has_a_context_before_its_first_launch(monkeypatch):
+    """One event for each thread, before the launcher, on the device of the arguments."""
+    seen: list[str] = []
+    now = [0]
+
+    @contextlib.contextmanager
+    def on(device):
+        before, now[0] = now[0], device.index
+        yield
+        now[0] = before
+
+    event = SimpleNamespace(record=lambda: seen.append(f"context of {now[0]}"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    op = OPS["amax"]
+    monkeypatch.setattr(op, "launcher", lambda **_: seen.append(f"launch on {now[0]}"))
+
+    def calls():
+        for index in (1, 0):
+            op._launch_on_device({}, {}, torch.device("cuda", index))
+
+    for _ in range(2):
+        thread = threading.Thread(target=calls)
+        thread.start()
+        thread.join()
+    assert seen == 2 * ["context of 1", "launch on 1", "launch on 0"]

@@ -1,10 +1,13 @@
 """What only a GPU can show: offsets beyond 2^31, CUDA graphs, inductor, a device that is not the current one."""
 
+import threading
+
 import pytest
 import torch
 from op_laws import make, middle, results
 
 from fpk.check import assert_close
+from fpk.device import of
 from fpk.op import OPS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on the H200")
@@ -78,3 +81,28 @@ def test_a_device_that_is_not_current(op):
     out = tuple(v.cpu() for v in out) if isinstance(out, tuple) else out.cpu()
     here = tuple(v.cpu() for v in here) if isinstance(here, tuple) else here.cpu()
     assert_close(out, here, 0.0)
+
+
+@pytest.mark.parametrize("name", ["scaled_mm", "scaled_mm_group", "mm_weight_only", "grouped_scaled_mm", "mm_packed"])
+def test_the_first_thing_that_a_thread_does(name):
+    """Everything is compiled and cached already: nothing but the op gives the thread a context."""
+    op = OPS[name]
+    args = make(op, middle(op) | dict(M=300, N=512, K=1024))
+    expected, outs = op(**args), []
+
+    def call() -> None:
+        outs.append(op(**args))
+
+    for config in op.configs(**op.bind(**args)):
+        if op.is_legal(config, op.bind(**args), of(torch.device("cuda"))):
+            op.launch(**args, config=config)
+            thread = threading.Thread(target=lambda config=config: outs.append(op.launch(**args, config=config)))
+            thread.start()
+            thread.join()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(outs) > 1
+    for out in outs:
+        assert_close(out, expected, 2 * op.tolerance(op.bind(**args)))
+    assert torch.equal(outs[-1], expected)
