@@ -65,7 +65,7 @@ def fp8_block_product(
         if blocks.begins_inside:
             scale, rows, cols = blocks.whole(scale)
         return weight_only_product(x, weight, scale, bias, rows, cols)
-    codes, scale_a = quantize_fp8_group(x, blocks.cols, scale_format, dtype=weight.dtype)
+    codes, scale_a = quantize_fp8_group(x, blocks.cols, scale_format, layout="tma", dtype=weight.dtype)
     return scaled_mm_group(
         codes, weight, scale_a, scale, group=blocks.cols, block_rows=blocks.rows, block_cols=blocks.cols, bias=bias,
         offset_n=blocks.offset_n, offset_k=blocks.offset_k, out_dtype=x.dtype, fast_accum=fast_accum,

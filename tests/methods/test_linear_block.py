@@ -56,6 +56,23 @@ def check_product(layer: Linear, group: int, m: int = 5) -> None:
     assert_close(layer(x), expected.bfloat16(), 4e-3)
 
 
+def test_scales_of_activations_lie_as_products_read_them_fastest(monkeypatch):
+    """By groups, each from a multiple of 16 bytes on: what kernels load by TMA, and what tables are measured with."""
+    from fpk.methods import products
+
+    seen, product = [], products.scaled_mm_group
+
+    def noted(a, b, scale_a, scale_b, **rest):
+        seen.append(scale_a.stride())
+        return product(a, b, scale_a, scale_b, **rest)
+
+    monkeypatch.setattr(products, "scaled_mm_group", noted)
+    layer = make(256, 256)
+    put(layer, *stored(256, 256, (128, 128)))
+    check_product(process(layer), 128)
+    assert seen == [(1, 8)]
+
+
 @pytest.mark.parametrize("block", ((128, 128), (64, 32), (32, 128)), ids=str)
 @pytest.mark.parametrize(("n", "k"), ((256, 256), (200, 300), (96, 40)), ids=str)
 def test_weights_are_codes_times_the_scale_of_their_block(n, k, block, references):
