@@ -16,6 +16,8 @@ LAYERS = ((2112, 7168), (4096, 4096), (7168, 2048), (6144, 4096), (4096, 14336),
 NEW_LAYERS = ((10240, 8192), (24576, 1536), (4096, 7168), (8192, 28672))
 LONG_LAYERS = ((7168, 16384), (57344, 8192))
 FAST = ("fast_accum=True",)
+COLUMN = ("scale_layout=column",)  # as TMA reads them
+STREAMS = ("--all-of", "ordered,joint")
 SHARES = ("--all-of", "shares", "--max-candidates", "28")  # 15 to 20 of them, and what else was good
 # of dense.csv, so that the first ones already span small and large
 DENSE = (
@@ -61,7 +63,8 @@ def not_repeated() -> tuple[str, ...]:
 
 
 TABLES = (
-    tables("tables_group", "scaled_mm_group", cases((16, 128, 1024, 4096), LAYERS), 70, "autotune_db: 24 shapes"),
+    tables("tables_group", "scaled_mm_group", cases((16, 64, 128, 256, 1024, 4096, 8192), LAYERS, COLUMN), 90,
+           "autotune_db: 42 shapes", STREAMS),
     tables("tables_weight_only", "mm_weight_only", "M=1024 N=28672 K=4096; M=4096 N=28672 K=4096", 12,
            "autotune_db: two keys measured with older kernels"),
     tables("tables_few", "scaled_mm", cases((1, 16, 64), (*LAYERS, *NEW_LAYERS, *LONG_LAYERS), FAST) + "; "
@@ -69,8 +72,8 @@ TABLES = (
     tables("tables_few_full", "scaled_mm", cases((1, 16, 64), LAYERS), 60, "autotune_db: up to 64 tokens", SHARES),
     tables("verify_scaled_mm", "scaled_mm", cases((4, 32, 256, 512, 2048), ((2112, 7168), (4096, 4096), (28672, 4096)))
            + "; " + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*: 15 new token counts, 12 shapes"),
-    tables("verify_group", "scaled_mm_group", cases((64, 512), LAYERS) + "; " + cases((16, 128, 1024), NEW_LAYERS), 60,
-           "tests/tune_data/verify_*"),
+    tables("verify_group", "scaled_mm_group", cases((32, 512), LAYERS, COLUMN) + "; "
+           + cases((16, 128, 1024), NEW_LAYERS, COLUMN), 60, "tests/tune_data/verify_*", STREAMS),
     tables("verify_weight_only", "mm_weight_only", cases((64, 512), LAYERS) + "; "
            + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*"),
     tables("verify_shuffled", "mm_shuffled", cases((4, 32, 512), ((4096, 4096), (28672, 4096)), ("weight=mxfp4/bf16",
