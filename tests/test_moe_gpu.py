@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from fpk.check import rel_error
+from fpk import db
+from fpk.check import assert_close, rel_error
 from fpk.device import of
+from fpk.kernels.moe._expert_streams import streams
+from fpk.kernels.moe._grouped import gathered
 from fpk.op import OPS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run by hand on the H200")
@@ -69,3 +72,80 @@ def test_few_rows_an_expert(name, rows, case):
             out = op.launch(**args, config=config)
             assert rel_error(out, expected) < 4e-3
             assert torch.equal(out, op.launch(**args, config=config))
+
+
+GROUP = OPS["grouped_scaled_mm_group"]
+STREAMS = {
+    "plain": streams(), "deep": streams(deep=True), "same-step": streams(ahead=False), "order": streams(order=True),
+    "deep-order": streams(deep=True, order=True), "pairs": streams(cluster=2),
+    "pairs-order": streams(cluster=2, order=True), "deep-pairs": streams(cluster=2, deep=True),
+}  # fmt: skip
+ROWS_AND_GATHER = [(name, gather) for name in STREAMS for gather in (0, 4) if not (gather and "pairs" in name)]
+# whole tiles; tails of rows and columns and odd steps; a tail of K; experts without rows; rows of none; one expert;
+# many tiles a program, many experts
+EDGES = [
+    dict(M=1024, N=1024, K=1024, E=4), dict(M=600, N=1096, K=1152, E=5), dict(M=777, N=328, K=1168, E=3),
+    dict(M=900, N=512, K=384, E=40, spread="skewed"), dict(M=1500, N=776, K=128, E=7, dropped=0.5),
+    dict(M=700, N=768, K=640, E=5, spread="one"), dict(M=4096, N=6144, K=512, E=8), dict(M=8192, N=1536, K=768, E=128),
+]  # fmt: skip
+KINDS = (
+    {}, dict(dtype=torch.float8_e5m2), dict(scale_layout="column"), dict(out_dtype=torch.float16, layout="rows"),
+    dict(scale_layout="token"),
+)  # fmt: skip
+
+
+def check_streams(config, args):
+    """A launch beside the reference."""
+    bound = GROUP.bind(**args)
+    assert GROUP.is_legal(config, bound, of(args["a"].device))
+    out = GROUP.launch(**args, config=config)
+    assert_close(out, GROUP.reference(**bound), GROUP.tolerance(bound), f"{config}")
+    return out
+
+
+@pytest.mark.parametrize(("name", "gather"), ROWS_AND_GATHER)
+def test_streams_at_every_type_and_edge(name, gather):
+    """And the same bits again; and those of rows that were put in order before."""
+    for i, case in enumerate(EDGES):
+        kind = KINDS[i % len(KINDS)] if name in ("plain", "order") else {}
+        args = GROUP.inputs(**case, **kind, gather=gather, device="cuda", seed=i)
+        if not gather and args["scale_a"].stride(1):
+            args["scale_a"][args["offs"][-1].item() :] = float("nan")  # rows of no expert hold anything
+        out = check_streams(STREAMS[name], args)
+        for _ in range(20):
+            assert torch.equal(GROUP.launch(**args, config=STREAMS[name]), out)
+        if gather:
+            rows = {n: gathered(args[n], args["gather"], gather) for n in ("a", "scale_a")}
+            assert torch.equal(GROUP.launch(**args | rows | dict(gather=None, top_k=1), config=STREAMS[name]), out)
+
+
+@pytest.mark.parametrize(("name", "gather"), ROWS_AND_GATHER)
+def test_streams_waits_for_what_is_in_front_of_it(name, gather):
+    """Rows from a kernel that lets this one start early, in memory that is the same again and again; and weights."""
+    args = GROUP.inputs(M=2048, N=1536, K=768, E=8, gather=gather, device="cuda")
+    xs = [torch.randn(args["a"].shape, device="cuda").bfloat16() * 3.0**i for i in range(8)]
+    ws = [torch.randn(args["b"].shape, device="cuda").bfloat16() * 3.0**i for i in range(4)]
+
+    def made(i):
+        a, scale_a = OPS["quantize_fp8_group"](xs[i % 8])
+        return dict(a=a, scale_a=scale_a)
+
+    torch.cuda.synchronize()
+    found = []
+    for i in range(32):
+        if i % 8 == 0:
+            b, scale_b = OPS["quantize_fp8_block"](ws[i // 8])
+        found.append(GROUP.launch(**args | made(i) | dict(b=b, scale_b=scale_b), config=STREAMS[name]))
+    torch.cuda.synchronize()
+    for i, out in enumerate(found):
+        b, scale_b = OPS["quantize_fp8_block"](ws[i // 8])
+        again = args | made(i) | dict(b=b, scale_b=scale_b)
+        torch.cuda.synchronize()
+        assert_close(out, GROUP.reference(**again), GROUP.tolerance(GROUP.bind(**again)))
+
+
+def test_many_rows_an_expert_stream_by_default():
+    args = GROUP.inputs(M=2048, N=1536, K=768, E=8, device="cuda")
+    with db.use(db.Empty()):
+        assert GROUP.config_for(**GROUP.bind(**args)) == streams()
+        assert torch.equal(GROUP(**args), check_streams(streams(), args))
