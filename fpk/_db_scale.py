@@ -43,6 +43,10 @@ def tile(row: Row, sm_count: int) -> Tile | None:
     m, n, k = _count(key.get("M")), _count(key.get("N")), _count(key.get("K"))
     block_m, block_n = _count(config.get("BLOCK_M")), _count(config.get("BLOCK_N"))
     block_k, parts = _count(config.get("BLOCK_K", 1)), config.get("SPLIT_K", 1)
+    rows, turns = _count(config.get("ROWS")), _count(config.get("TURNS"))
+    if rows and turns and "BLOCK_N" not in config:  # weight-only products that share their steps: units of 64 x 128
+        block_n, block_k, clusters = 64 * rows, 128 * turns, _count(config.get("CLUSTER", 1))
+        parts = clusters if clusters != 1 else 0 if config.get("PER_SM") else 1
     split = _count(parts)
     known = split or (type(parts) is int and parts == 0)
     if not (m and n and k and block_m and block_n and block_k and known and sm_count > 0 and row.us > 0):

@@ -206,6 +206,27 @@ def test_even_shares_of_k_know_no_waves():
         assert expected / (1 + 0.08 * distance) == pytest.approx(4 + 16 * work)
 
 
+@pytest.mark.parametrize(
+    ("units", "tile"),
+    [
+        (dict(ROWS=1, TURNS=2, PER_SM=2, CLUSTER=1), dict(BLOCK_N=64, BLOCK_K=256, SPLIT_K=0)),
+        (dict(ROWS=2, TURNS=1, PER_SM=0, CLUSTER=1), dict(BLOCK_N=128, BLOCK_K=128, SPLIT_K=1)),
+        (dict(ROWS=4, TURNS=1, PER_SM=0, CLUSTER=4), dict(BLOCK_N=256, BLOCK_K=128, SPLIT_K=4)),
+    ],
+    ids=str,
+)
+def test_units_of_weights_are_scaled_like_the_tiles_that_they_make(units, tile):
+    plain = product_row(64, 4096, 4096, 20.0, **tile)
+    config = {n: v for n, v in plain.config.items() if n == "kernel" or n == "BLOCK_M"} | units
+    answers = [
+        db.Table([row], 132).scaled(dict(M=100, N=n, K=k, dtype="x"), 132)
+        for row in (plain, dataclasses.replace(plain, config=config))
+        for n, k in ((2112, 7168), (6144, 4096))
+    ]
+    ours, theirs = ([found[:2] for (found,) in some] for some in (answers[:2], answers[2:]))
+    assert ours == theirs
+
+
 def test_slower_tiles_answer_neighbours_and_not_their_own_key():
     best, other = product_row(512, 4224, 4096, 20.0), product_row(512, 4224, 4096, 25.0, rank=2, BLOCK_N=64)
     tables = db.Tables(source(best, dataclasses.replace(other, default_us=22.0)))

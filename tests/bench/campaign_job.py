@@ -110,12 +110,12 @@ class Job:
 
 
 def environment(options: argparse.Namespace, scratch: Path) -> dict[str, str]:
-    """Of every measurement: fpk and the tests on the path, caches beside the results."""
+    """Of every measurement: fpk and the tests on the path, caches in `scratch` unless somebody names others."""
     own = [str(ROOT), str(ROOT / "tests"), str(HERE)]
     path = [*([str(Path(options.model).resolve())] if options.model else []), *own, os.environ.get("PYTHONPATH", "")]
     made = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     caches = {f"{n}_CACHE_DIR": str(scratch / n.lower()) for n in ("TRITON", "DG_JIT", "TORCHINDUCTOR")}
-    return made | caches | dict(
+    return caches | made | dict(
         PYTHONPATH=os.pathsep.join(filter(None, path)), PYTHONUNBUFFERED="1", PYTHONWARNINGS="ignore",
         XDG_CACHE_HOME=str(scratch / "cache"), TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="2",
         HF_HUB_OFFLINE="1", TMPDIR=str(scratch),
