@@ -1,10 +1,13 @@
 """What a campaign runs: laws in processes that may die, tables that go on, compilation ahead, trials into tables."""
 
 import csv
+import gzip
+import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
@@ -17,8 +20,12 @@ import tune
 from warm import warm
 
 from fpk import db
-from fpk.device import pretend, pretend_triton
+from fpk.device import Device, pretend, pretend_triton
+from fpk.kernels.moe._expert_streams import streams
+from fpk.op import OPS
+from fpk.tune.arguments import outline
 from fpk.tune.export import read_trials
+from fpk.tune.trials import Trial, canonical
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "tests" / "bench"
@@ -92,11 +99,40 @@ def test_tables_are_tuned_case_by_case_go_on_and_are_folded_in(tmp_path, monkeyp
     assert {f.name: f.read_bytes() for f in gpu.iterdir()}.items() <= before.items()
 
 
+def test_tables_of_experts_answer_their_layers_and_no_others(tmp_path):
+    """What `tables_grouped` measures reaches the op; neither few rows nor other layers are answered by it."""
+    op, gpu = OPS["grouped_scaled_mm_group"], Device("sm90", "NVIDIA H200", "nv", 132)
+    config = streams(deep=True)
+    (measured,) = [m for m in campaign_plan.PLAN if m.table == op.name]
+    folder = tmp_path / "results" / measured.name
+    folder.mkdir(parents=True)
+    name, run = next(iter(db.parse_runs((ROOT / "autotune_db" / db.gpu_id(gpu) / "runs.csv").read_text()).items()))
+    with pretend(gpu), pretend_triton("3.6"), gzip.open(folder / "trials-0.jsonl.gz", "wt") as file:
+        for case in map(db.parse_case, measured.wanted.split(";")):
+            for chosen, us, detail in ((config, 100.0, ""), (streams(), 110.0, "default")):
+                trial = Trial(
+                    op.name, db.gpu_id(gpu), "", canonical(op.key(**outline(op, case))), db.spell_case(case),
+                    canonical(chosen), "final", "ok", us, us, us, 5, 0.1, shared_bytes=217_168, run=name,
+                    detail=detail,
+                )  # fmt: skip
+                file.write(json.dumps(vars(trial)) + "\n")
+    (folder / "runs-0.json").write_text(json.dumps({name: asdict(run)}))
+    shutil.copytree(ROOT / "tests" / "tune_data", tmp_path / "tests" / "tune_data")
+    before = {f.name: f.read_bytes() for f in (tmp_path / "tests" / "tune_data").iterdir()}
+    fold.fold([tmp_path / "results"], tmp_path)
+    assert {f.name: f.read_bytes() for f in (tmp_path / "tests" / "tune_data").iterdir()} == before
+    tables = db.Tables(db.DirectorySource(tmp_path / "autotune_db"))
+    found = {}
+    with pretend(gpu), pretend_triton("3.6"), db.use(tables):
+        for M, case in ((32768, {}), (24576, {}), (64, {}), (32768, dict(gather=8)), (32768, dict(K=8192))):
+            bound = outline(op, dict(M=M, N=1536, K=2048, E=128) | case)
+            found[M, *case] = op.config_for(**bound)
+    assert found[32768,] == found[24576,] == config and found[64,]["kernel"] == "descriptor"
+    assert found[32768, "gather"] == found[32768, "K"] == streams()
+
+
 def test_what_the_look_up_answers_is_among_the_candidates(tmp_path):
-    from fpk.op import OPS
-    from fpk.tune.arguments import outline
     from fpk.tune.lint import device_of
-    from fpk.tune.trials import canonical
 
     arguments = tune.arguments_of().parse_args(["--ops", "scaled_mm", "--out", str(tmp_path), "--all-of", "shares"])
     job, op, case = tune.Job(arguments), OPS["scaled_mm"], dict(M=64, N=2112, K=7168)

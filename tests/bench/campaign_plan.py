@@ -17,8 +17,15 @@ NEW_LAYERS = ((10240, 8192), (24576, 1536), (4096, 7168), (8192, 28672))
 LONG_LAYERS = ((7168, 16384), (57344, 8192))
 FAST = ("fast_accum=True",)
 COLUMN = ("scale_layout=column",)  # as TMA reads them
-STREAMS = ("--all-of", "ordered,joint")
+STREAMS = ("--all-of", "ordered,joint", "--max-candidates", "16")
+EXPERT_STREAMS = ("--all-of", "streams", "--max-candidates", "16")
 SHARES = ("--all-of", "shares", "--max-candidates", "28")  # 15 to 20 of them, and what else was good
+# experts, rows of a token, and an expert's columns and K: Mixtral 8x7B, Qwen3-30B-A3B, DeepSeek-V3 cut eight ways
+EXPERTS = (
+    (8, 2, 28672, 4096), (8, 2, 4096, 14336), (128, 8, 1536, 2048), (128, 8, 2048, 768), (256, 8, 512, 7168),
+    (256, 8, 7168, 256),
+)  # fmt: skip
+RANK = ((4096, 7168), (7168, 2048))  # DeepSeek-V3 with 32 of its experts on a rank, seven of eight rows elsewhere
 # of dense.csv, so that the first ones already span small and large
 DENSE = (
     "deepseek_v3/gate_up", "llama3_8b/gate_up", "llama3_70b/qkv", "deepseek_v3/qkv_a", "llama3_8b/down",
@@ -33,6 +40,11 @@ def bench(script: str, *arguments: str) -> tuple[str, ...]:
 
 def cases(tokens: tuple[int, ...], layers: tuple[tuple[int, int], ...], more: tuple[str, ...] = ("",)) -> str:
     return "; ".join(f"M={m} N={n} K={k} {x}".strip() for x in more for n, k in layers for m in tokens)
+
+
+def expert_cases(tokens: tuple[int, ...]) -> str:
+    whole = [f"M={t * j} N={n} K={k} E={e}" for e, j, n, k in EXPERTS for t in tokens]
+    return "; ".join(whole + [f"M={t * 8} N={n} K={k} E=32 dropped=0.875" for n, k in RANK for t in tokens])
 
 
 def tables(name: str, op: str, wanted: str, seconds: float, fills: str, more: tuple[str, ...] = ()) -> Measurement:
@@ -63,13 +75,17 @@ def not_repeated() -> tuple[str, ...]:
 
 
 TABLES = (
-    tables("tables_group", "scaled_mm_group", cases((16, 64, 128, 256, 1024, 4096, 8192), LAYERS, COLUMN), 90,
-           "autotune_db: 42 shapes", STREAMS),
+    tables("tables_group", "scaled_mm_group", cases((16, 64, 256, 1024, 4096), LAYERS, COLUMN), 75,
+           "autotune_db: 30 shapes", STREAMS),
     tables("tables_weight_only", "mm_weight_only", "M=1024 N=28672 K=4096; M=4096 N=28672 K=4096", 12,
            "autotune_db: two keys measured with older kernels"),
-    tables("tables_few", "scaled_mm", cases((1, 16, 64), (*LAYERS, *NEW_LAYERS, *LONG_LAYERS), FAST) + "; "
+    tables("tables_64", "scaled_mm", cases((64,), (*LAYERS, *NEW_LAYERS, *LONG_LAYERS), FAST), 42,
+           "autotune_db: 64 tokens, fast accumulation", SHARES),
+    tables("tables_few", "scaled_mm", cases((1, 16), (*LAYERS, *NEW_LAYERS, *LONG_LAYERS), FAST) + "; "
            + cases((32,), LAYERS, FAST), 125, "autotune_db: up to 64 tokens, fast accumulation", SHARES),
     tables("tables_few_full", "scaled_mm", cases((1, 16, 64), LAYERS), 60, "autotune_db: up to 64 tokens", SHARES),
+    tables("tables_grouped", "grouped_scaled_mm_group", expert_cases((1024, 4096)), 80,
+           "autotune_db: 16 layers of experts", EXPERT_STREAMS),
     tables("verify_scaled_mm", "scaled_mm", cases((4, 32, 256, 512, 2048), ((2112, 7168), (4096, 4096), (28672, 4096)))
            + "; " + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*: 15 new token counts, 12 shapes"),
     tables("verify_group", "scaled_mm_group", cases((32, 512), LAYERS, COLUMN) + "; "
@@ -85,12 +101,13 @@ TABLES = (
 )  # fmt: skip
 
 LAWS = (
+    laws("laws_moe", 80, "tests/test_moe_gpu.py", jobs=4),
     laws("laws_experts", 60, "tests/laws/test_shuffled_experts.py", "tests/methods/test_moe_mx.py"),
     laws("laws_packed", 90, "tests/laws/test_packed.py", "tests/laws/test_pack.py", "tests/laws/test_microscale.py"),
     laws("laws_packed_ops", 90, "tests/test_ops.py", keyword="packed or shuffle or pack or quantize", jobs=4),
     laws("laws_dense", 100, "tests/test_dense_gpu.py", "tests/test_block_gpu.py", "tests/laws/test_weight_only.py"),
     laws("laws_prefill", 60, "tests/laws/test_prefill.py", "tests/laws/test_attention.py", least=0.0),
-    laws("laws_rest", 200, "tests/test_moe_gpu.py", "tests/test_moe_token.py", "tests/test_gpu.py", "tests/laws",
+    laws("laws_rest", 200, "tests/test_moe_token.py", "tests/test_gpu.py", "tests/laws",
          "tests/test_ops.py", "tests/test_batch_invariant.py", "tests/cases", jobs=3, least=0.0),
 )  # fmt: skip
 
@@ -123,7 +140,7 @@ DENSE_PARTS = (
 )
 
 PLAN = (
-    *TABLES[:4],
+    *TABLES[:5],
     Measurement(
         "drafts_block", "docs/dense-kernels.md: kernels of scaled_mm_group that have not run yet",
         ("{python}", "-W", "ignore", "{root}/tests/drafts/block/run_block.py", "--csv", "{out}/block.csv", "--jobs",
@@ -131,16 +148,9 @@ PLAN = (
         ("drafts.block.run_block", "--dry"),
         70, 200, needs=("peers",),
     ),
-    Measurement(
-        "drafts_grouped", "docs/expert-kernels.md: kernels of grouped_scaled_mm_group that have not run yet",
-        ("{python}", "-W", "ignore", "{root}/tests/drafts/grouped/run_grouped.py", "--csv", "{out}/grouped.csv",
-         "--jobs", "{jobs}"),
-        ("drafts.grouped.run_grouped", "--dry"),
-        60, 200, needs=("peers",),
-    ),
-    *TABLES[4:],
+    *TABLES[5:],
     *DENSE_PARTS,
-    *LAWS[:4],
+    *LAWS[:5],
     Measurement(
         "packed", "packed products through the shipped tables",
         bench("packed_products", "--csv", "{out}/packed.csv", "--warm", "{jobs}"),
@@ -179,7 +189,7 @@ PLAN = (
         "soak", "five minutes of all ops on threads, streams and in graphs: trust.csv",
         ("{python}", "-W", "ignore", "-m", "trust.soak", "soak", "--seconds", "{seconds}", "--csv", "{out}/soak.csv"),
         ("trust.soak", "soak", "--seconds", "3", "--csv", "{out}/soak.csv", "amax"),
-        300, 400, quiet=False, csv=f"{GPU}/trust.csv",
+        300, 300, quiet=False, least=298, csv=f"{GPU}/trust.csv",
     ),
     Measurement(
         "repeat", "1000 launches with the same bits, of ops that have no row: trust.csv",
@@ -208,7 +218,7 @@ PLAN = (
         bench("dispatch", "--csv", "{out}/dispatch.csv"), ("dispatch", "--csv", "{out}/dispatch.csv"),
         20, 40, host=True, csv=f"{GPU}/dispatch.csv", inputs=("fpk/_dispatch.py", "fpk/op.py", "autotune_db"),
     ),
-    *LAWS[4:],
+    *LAWS[5:],
     Measurement(
         "attention", "paged attention and writes of its cache",
         bench("attention", "--csv", "{out}/attention.csv", "--jobs", "1"),

@@ -24,6 +24,7 @@ from fpk.tune.trials import Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = ("scaled_mm", "scaled_mm_group", "mm_weight_only")
+EXPERTS = ("grouped_scaled_mm_group",)  # too few layers for a log that look-ups are judged by
 # what tells apart the rows of a file of results; all rows of other files are measured together
 CELLS = {
     "products.csv": ("product", "layer", "M", "fast_accum"),
@@ -108,7 +109,8 @@ def fold(folders: list[Path], root: Path) -> None:
     verified, _ = measured(folders, "verify")
     for log, found in (("tuned", new), ("verify", verified)):
         for kind in ("dense", "packed"):
-            path, fresh = data / f"{log}_{kind}.parquet", [t for t in found if (t.op in DENSE) is (kind == "dense")]
+            fresh = [t for t in found if (t.op in DENSE) is (kind == "dense") and t.op not in EXPERTS]
+            path = data / f"{log}_{kind}.parquet"
             if fresh:
                 export(united(read_trials(path) if path.exists() else [], fresh), path)
     texts = texts_of(new, runs) if new else {}
