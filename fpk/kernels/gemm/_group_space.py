@@ -35,9 +35,11 @@ def joint_space(M: int) -> Iterator[Config]:
 def ordered_space(M: int) -> Iterator[Config]:
     """Candidates of `ordered` for M tokens."""
     if M > 64:
-        for n, cluster, group in itertools.product((256, 192), (2, 1), (8, 4, 16, 2, 1)):
-            if group * cluster * 64 <= M and (cluster == 2 or M <= 128):
-                yield ordered(n, cluster, group)
+        for n, group in itertools.product((256, 192), (8, 4, 16, 2, 1)):
+            if min(M / 2048, 8) <= group <= max(1, M // 256):
+                yield ordered(n, 2, group)
+        if M <= 128:
+            yield from (ordered(n, 1, 1) for n in (256, 192))
 
 
 def group_estimate(config: Config, M: int, N: int, K: int, sms: int) -> float:
@@ -74,7 +76,9 @@ def group_configs(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
             options += [warps(128, 128, 6, 4, 2), warps(128, 128, 6, 4), warps(128, 192, 5, 4)]
         if M > 256:
             options = [warps(128, 128, 6, 8), warps(128, 192, 5, 8)]
-        streamed = [joint(128, 2), joint(64, 1), joint(64, 2)] if M <= 64 else [ordered(256), ordered(192)]
+        streamed = [joint(128, 2), joint(64, 1), joint(64, 2)]
+        if M > 64:
+            streamed = [ordered(n, 2, min(8, max(1, M // 256))) for n in (256, 192)]
         found, others = (
             sorted(some, key=lambda c: group_estimate(c, M, N, K, sms))[:3] for some in (streamed + options, options)
         )
