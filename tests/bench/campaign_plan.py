@@ -140,15 +140,7 @@ DENSE_PARTS = (
 )
 
 PLAN = (
-    *TABLES[:5],
-    Measurement(
-        "drafts_block", "docs/dense-kernels.md: kernels of scaled_mm_group that have not run yet",
-        ("{python}", "-W", "ignore", "{root}/tests/drafts/block/run_block.py", "--csv", "{out}/block.csv", "--jobs",
-         "{jobs}"),
-        ("drafts.block.run_block", "--dry"),
-        70, 200, needs=("peers",),
-    ),
-    *TABLES[5:],
+    *TABLES,
     *DENSE_PARTS,
     *LAWS[:5],
     Measurement(
