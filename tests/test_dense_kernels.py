@@ -12,6 +12,7 @@ from fpk.kernels.gemm._cluster import in_clusters
 from fpk.kernels.gemm._gluon import consumer_tile, piece_columns, right_parts
 from fpk.kernels.gemm._group_space import group_configs, joint, ordered
 from fpk.kernels.gemm._scaled_space import late
+from fpk.kernels.gemm._streams import line
 from fpk.kernels.gemm._warps_space import cheapest, estimate, split_for, turns, warps, weight_warps
 from fpk.op import OPS
 from fpk.tune.arguments import legal_candidates, outline
@@ -219,6 +220,15 @@ def test_kernels_whose_scales_stream():
     for leaves_by_pointers in (dict(N=4100), dict(out_dtype=torch.float32)):
         assert legal("scaled_mm_group", joint(64, 2), **size | leaves_by_pointers)
         assert not legal("scaled_mm_group", ordered(256), **size | leaves_by_pointers)
+
+
+def test_lines_of_scales_begin_where_tma_can_read():
+    scales = torch.rand(5, 152).T
+    found = line(scales, 64)
+    assert found.base.shape == (760,) and torch.equal(found.base, scales.T.flatten())
+    assert line(scales[4:100, 1:], 64).base.shape == (96 + 3 * 152,)
+    assert line(torch.rand(5, 150).T, 64) is None  # groups begin at multiples of 8 bytes
+    assert line(scales[3:], 64) is None and line(scales.contiguous(), 64) is None
 
 
 @pytest.mark.parametrize(("version", "there"), [("3.6.0", True), ("3.7.0", False), ("3.9.1", False)])
