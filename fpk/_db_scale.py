@@ -25,7 +25,8 @@ _OTHER = ("T", "R", "E", "H", "I", "top_k")
 class Tile(NamedTuple):
     """A product's row taken apart; `moving` is microseconds a wave and step, `name` tells equal configs.
 
-    split: parts of K; 0 where programs take even shares of all tiles' steps, whatever the waves.
+    split: parts of K; 0 where programs take even shares of all tiles' steps, whatever the waves. held: programs that a
+    multiprocessor runs at once.
     """
 
     name: frozenset[tuple[str, Any]]
@@ -33,6 +34,7 @@ class Tile(NamedTuple):
     block_n: int
     block_k: int
     split: int
+    held: int
     moving: float
     row: Row
 
@@ -47,13 +49,17 @@ def tile(row: Row, sm_count: int) -> Tile | None:
     if rows and turns and "BLOCK_N" not in config:  # weight-only products that share their steps: units of 64 x 128
         block_n, block_k, clusters = 64 * rows, 128 * turns, _count(config.get("CLUSTER", 1))
         parts = clusters if clusters != 1 else 0 if config.get("PER_SM") else 1
+    elif config.get("kernel") == "joint":  # the programs of a cluster share a tile's K
+        parts = config.get("CLUSTER", 1)
     split = _count(parts)
     known = split or (type(parts) is int and parts == 0)
     if not (m and n and k and block_m and block_n and block_k and known and sm_count > 0 and row.us > 0):
         return None
     if any(name in key for name in _OTHER):
         return None
-    one = Tile(frozenset(config.items()), block_m, block_n, block_k, split, 1.0, row)
+    # a program of `persistent` by itself leaves a multiprocessor waiting, so that two of them take hardly longer
+    held = (config.get("kernel") == "persistent" and _count(config.get("PER_SM"))) or 1
+    one = Tile(frozenset(config.items()), block_m, block_n, block_k, split, held, 1.0, row)
     fixed = LAUNCH_US + split_us(split, m * n)
     return one._replace(moving=max(row.us - fixed, row.us / 4) / _work(one, m, n, k, sm_count))
 
@@ -135,7 +141,7 @@ def expected(
     found: list[tuple[float, int, float, Row]] = []
     for distance, _, tiles in near:
         doubt = 1 + DOUBT * distance
-        for name, block_m, block_n, block_k, split, moving, row in tiles:
+        for name, block_m, block_n, block_k, split, held, moving, row in tiles:
             if block_m >= too_tall or name in seen:
                 continue
             seen.add(name)
@@ -144,7 +150,7 @@ def expected(
                 us = moving * (m // -block_m) * (n // -block_n) * -(k // -block_k) / sm_count
                 found.append((((us if us > floor else floor) + LAUNCH_US) * doubt, len(found), distance, row))
                 continue
-            us = moving * -((m // -block_m) * (n // -block_n) * split // -sm_count)
+            us = moving * -((m // -block_m) * (n // -block_n) * split // -(sm_count * held))
             if split > 1:
                 steps = -(k // -block_k) / split
                 if steps > 1:
@@ -163,7 +169,7 @@ def _work(one: Tile, m: int, n: int, k: int, sm_count: int) -> float:
     if one.split == 0:
         return -(-m // one.block_m) * -(-n // one.block_n) * -(-k // one.block_k) / sm_count
     items = -(-m // one.block_m) * -(-n // one.block_n) * one.split
-    return -(-items // sm_count) * max(-(-k // one.block_k) / one.split, 1.0)
+    return -(-items // (sm_count * one.held)) * max(-(-k // one.block_k) / one.split, 1.0)
 
 
 def _count(value: Any) -> int:

@@ -212,10 +212,11 @@ def test_even_shares_of_k_know_no_waves():
         (dict(ROWS=1, TURNS=2, PER_SM=2, CLUSTER=1), dict(BLOCK_N=64, BLOCK_K=256, SPLIT_K=0)),
         (dict(ROWS=2, TURNS=1, PER_SM=0, CLUSTER=1), dict(BLOCK_N=128, BLOCK_K=128, SPLIT_K=1)),
         (dict(ROWS=4, TURNS=1, PER_SM=0, CLUSTER=4), dict(BLOCK_N=256, BLOCK_K=128, SPLIT_K=4)),
+        (dict(kernel="joint", BLOCK_N=64, BLOCK_K=128, CLUSTER=2), dict(BLOCK_N=64, BLOCK_K=128, SPLIT_K=2)),
     ],
     ids=str,
 )
-def test_units_of_weights_are_scaled_like_the_tiles_that_they_make(units, tile):
+def test_units_and_clusters_are_scaled_like_the_tiles_that_they_make(units, tile):
     plain = product_row(64, 4096, 4096, 20.0, **tile)
     config = {n: v for n, v in plain.config.items() if n == "kernel" or n == "BLOCK_M"} | units
     answers = [

@@ -152,7 +152,7 @@ def cells(options) -> list[tuple[str, str, int, bool]]:
         for layer in options.layers
         for m in options.tokens
         for product in options.products
-        for fast in ([0] if product == "int8_token" else options.fast)
+        for fast in (options.fast if product in ("fp8_token", "fp8_tensor") else [0])
     ]
     done = set()
     if options.csv.exists():

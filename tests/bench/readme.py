@@ -76,7 +76,7 @@ TITLES = {
     "fp8_block": "FP8 1 x 128 by 128 x 128", "fp8_weight_only": "bf16 x FP8 channel",
     "int8_weight_only": "bf16 x INT8 channel",
 }  # fmt: skip
-PEERS = {"cutlass": "vLLM's CUTLASS", "deepgemm": "DeepGEMM", "torch_bf16": "bf16 product"}
+PEERS = {"cutlass": "vLLM's CUTLASS", "deepgemm": "DeepGEMM", "deep_gemm": "DeepGEMM", "torch_bf16": "bf16 product"}
 ACCUMULATION = {"1": "fast", "0": "full"}
 
 
