@@ -3,6 +3,8 @@
 import ast
 import itertools
 import re
+import threading
+import types
 from pathlib import Path
 
 import gluon_language
@@ -320,6 +322,54 @@ def test_many_tokens_are_several_launches(emulate, monkeypatch):
     """Which have tickets enough, and give what one launch gives."""
     assert _tickets.pieces(100, 8, 16) == [slice(0, 100)] and not _tickets.pieces(0, 8, 16)
     assert _tickets.pieces(70_000, 64, 128) == [slice(i, min(i + 8192, 70_000)) for i in range(0, 70_000, 8192)]
+    assert _tickets.pieces(130, 64, 128, _tickets.ROOM) == [slice(0, 64), slice(64, 128), slice(128, 130)]
+    assert _tickets.pieces(64, 64, 128, 2 * _tickets.ROOM) == [slice(0, 64)], "a tile is not divided"
+    with monkeypatch.context() as patch:
+        patch.setattr(_tickets, "ROOM", 3 * 5 * 2 * 64 * 8)
+        emulate(of(8, 3), 5, launches=2, M=40, N=328, **FAST)
     monkeypatch.setattr(_tickets, "LIMIT", 12)
     for m, case in ((19, FAST), (33, INT8 | dict(bias=True)), (17, TENSOR)):
         emulate(of(8, 3), 5, launches=-(-m // 16), M=m, N=328, **case)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU for `tickets`: which threads made its zeros, and a dict that says what its caller does."""
+    state, made, zeros = dict(capturing=False, stream=1), [], torch.zeros
+    stream = lambda device=None: types.SimpleNamespace(cuda_stream=state["stream"], synchronize=lambda: None)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+
+    def make(count, dtype, device):
+        made.append(threading.current_thread())
+        return zeros(count, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", make)
+    for name in ("_streams", "_pools", "_full"):
+        monkeypatch.setattr(_tickets, name, type(getattr(_tickets, name))())
+    return state, made
+
+
+def test_tickets_that_are_kept_come_from_no_pool_of_the_caller(gpu):
+    """torch.compile's graphs refuse what stays alive in theirs, and give it to others."""
+    (state, made), device = gpu, torch.device("cuda", 0)
+    for stream in (1, 2, 1):
+        state["stream"] = stream
+        assert not _tickets.tickets(8, device).any()
+    assert len(made) == 3 and threading.current_thread() not in made  # of graphs, and of two streams
+    state["capturing"] = True
+    _tickets.tickets(8, device)
+    assert len(made) == 3
+
+
+def test_no_two_captured_launches_share_tickets(gpu, monkeypatch):
+    """Nor does one with what runs beside it, when a pool is used up and another one begins."""
+    (state, made), device = gpu, torch.device("cuda", 0)
+    monkeypatch.setattr(_tickets, "_POOL", 2 * _tickets.LIMIT)
+    kept = [_tickets.tickets(1, device)]
+    for capturing in (True, True, True, False, True):
+        state["capturing"] = capturing
+        kept.append(_tickets.tickets(_tickets.LIMIT if capturing else 1, device))
+    assert kept[4] is kept[0], "of the stream"
+    places = [t.data_ptr() for t in kept[:4] + kept[5:]]
+    assert len(set(places)) == 5 and made.count(threading.current_thread()) == 1, "the third has zeros of its own"

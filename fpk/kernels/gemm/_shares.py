@@ -13,13 +13,12 @@ from fpk.kernels.gemm._gluon import TYPES, descriptor
 from fpk.kernels.gemm._gluon_shares import shares_kernel
 from fpk.kernels.gemm._launch import ahead
 from fpk.kernels.gemm._mm import fits_descriptors
-from fpk.kernels.gemm._tickets import LIMIT, pieces, tickets
+from fpk.kernels.gemm._tickets import AXIS, LIMIT, pieces, tickets
 from fpk.kernels.gemm._weight_shares import _snapped
 
 MOST_TOKENS = 64  # of a tile; more are not worth a candidate
 LAUNCHER_FIELDS = ("PER_SM", "HELD", "SPLIT_K")
 _SHARED = 233_472  # bytes of an SM, of which a program takes 1 KiB more than it asks for
-_AXIS = 65_535  # programs of a grid's second axis
 
 
 def shares(
@@ -72,8 +71,8 @@ def shares_fit(config: Config, device: Device, a: Tensor, b: Tensor, full: bool)
         return False
     tiles, steps, per_program = shared_out(N, K, config, device.sm_count)
     if split > 1:
-        return (split - 1) * per_program < steps and cdiv(M, m) <= _AXIS
-    return cdiv(tiles * steps, per_program) <= _AXIS and tiles * rows <= LIMIT
+        return (split - 1) * per_program < steps and cdiv(M, m) <= AXIS
+    return cdiv(tiles * steps, per_program) <= AXIS and tiles * rows <= LIMIT
 
 
 def launch_shares(
@@ -91,13 +90,14 @@ def launch_shares(
     kind = torch.int32 if is_int8 else torch.float32
     parts, counters = scales[1].view(kind), scales[1].view(torch.int32)  # unused where programs have whole tiles
     if per_program % steps and cluster == 1:
-        several = pieces(M, block, tiles * rows)
+        sums = programs * 2 * rows * 64 * block  # of a tile of tokens
+        several = pieces(M, block, tiles * rows, sums)
         if len(several) > 1:
             for some in several:
                 of_some = scales[0] if strides[0] == 0 else scales[0][some]
                 launch_shares(device, a[some], b, (of_some, scales[1]), bias, strides, out[some], promote, whole)
             return
-        parts = torch.empty(columns * programs * 2 * rows * 64 * block, dtype=kind, device=a.device)
+        parts = torch.empty(columns * sums, dtype=kind, device=a.device)
         counters = tickets(columns * tiles * rows, a.device)
     if rows == 1:
         registers = dict(CONSUMER=0, maxnreg={3: 80, 4: 64}.get(held, 120))

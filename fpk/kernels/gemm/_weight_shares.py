@@ -16,7 +16,7 @@ from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
 from fpk.kernels.gemm._gluon_weight_shares import weight_shares_kernel
 from fpk.kernels.gemm._launch import ahead, dependent
 from fpk.kernels.gemm._mm import fits_descriptors
-from fpk.kernels.gemm._tickets import LIMIT, pieces, tickets
+from fpk.kernels.gemm._tickets import AXIS, LIMIT, pieces, tickets
 
 _FIELDS = ("BLOCK_M", "ROWS", "TURNS", "STAGES", "PER_SM", "HELD", "COLUMNS", "RENAMED", "CLUSTER")
 LAUNCHER_FIELDS = ("PER_SM", "HELD", "COLUMNS")
@@ -107,6 +107,8 @@ def shares_fit(
         small = 16 * m < 128 * cluster or m > 64 or rows * turns > 2
         if small or (cluster - 1) * cdiv(steps, cluster) >= steps or not triton_is("3.6"):  # seen to work there
             return False
+        if cdiv(a.shape[0], m) > AXIS:
+            return False
     ring = stages * turns * (rows * 64 * 128 + m * 256 + 16)
     sums = rows * (turns - 1) * (64 * m * 4 + 16) if cluster == 1 else 0
     leaving = rows * 2 * 64 * 64 * out_dtype.itemsize if m >= 128 else 0
@@ -133,12 +135,13 @@ def launch_shares(
     columns, programs = cdiv(M, block), cdiv(tiles * steps, per_program)
     parts, counters = scale_b, scale_b.view(torch.int32)  # unused where every program has whole tiles
     if per_program % steps and cluster == 1:
-        several = pieces(M, block, tiles * config["ROWS"] * keeps)
+        sums = programs * 2 * config["ROWS"] * 64 * block  # of a tile of tokens
+        several = pieces(M, block, tiles * config["ROWS"] * keeps, sums)
         if len(several) > 1:
             for some in several:
                 launch_shares(device, a[some], b, scale_b, rows, bias, out[some], whole)
             return
-        parts = torch.empty(columns * programs * 2 * config["ROWS"] * 64 * block, device=a.device)
+        parts = torch.empty(columns * sums, device=a.device)
         counters = tickets(columns * tiles * config["ROWS"] * keeps, a.device)
     x = renamed(a, device) if config["RENAMED"] else a
     weight_shares_kernel[(tiles, columns) if cluster > 1 else (columns, programs)](

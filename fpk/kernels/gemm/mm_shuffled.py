@@ -281,13 +281,6 @@ def mm_shuffled(
             REBIAS={"e3m2": 124}.get(made["FORMAT"], 126), **made, **config,
         )  # fmt: skip
         return out if wide is out else wide[:, :1].contiguous()
-    several = pieces(M, config["BLOCK_M"], units_n + 2)
-    if len(several) > 1:
-        scales = [scale_a if scale_a is None or stride_sa == 0 else scale_a[some] for some in several]
-        return torch.cat([
-            mm_shuffled.launcher(a[some], packed, row_scale, format, scale, bias, out_dtype, config=whole)
-            for some, scale in zip(several, scales, strict=True)
-        ])  # fmt: skip
     device, per_sm, even = of(a.device), config.pop("PER_SM"), config.pop("SPLIT_K") == 0
     block, rows, units = config["BLOCK_M"], config.pop("BLOCK_N") // ROWS, config.pop("BLOCK_K") // COLUMNS
     columns, tiles, steps = triton.cdiv(M, block), triton.cdiv(units_n, rows), triton.cdiv(units_k, units)
@@ -299,8 +292,16 @@ def mm_shuffled(
     lines = packed.view(torch.int32)
     parts, counters = row_scale, lines  # unused where every program has whole rows of units: the same types, one binary
     if per_program % steps:
-        size = columns * programs * 2 * rows * ROWS * block
-        parts, counters = torch.empty(size, device=a.device), tickets(-(-columns * tiles * rows // 32) * 32, a.device)
+        sums = programs * 2 * rows * ROWS * block  # of a tile of tokens
+        several = pieces(M, block, tiles * rows, sums)
+        if len(several) > 1:
+            scales = [scale_a if scale_a is None or stride_sa == 0 else scale_a[some] for some in several]
+            return torch.cat([
+                mm_shuffled.launcher(a[some], packed, row_scale, format, scale, bias, out_dtype, config=whole)
+                for some, scale in zip(several, scales, strict=True)
+            ])  # fmt: skip
+        counters = tickets(-(-columns * tiles * rows // 32) * 32, a.device)
+        parts = torch.empty(columns * sums, device=a.device)
     first, second = units_n * units_k * 16, units_n * units_k * (8 if made["BITS"] == 6 else 0)
     scale_lines = 32 // made["GROUP"]
     codes = rows_descriptor(lines[:first], units_n, 16 * units)
