@@ -27,7 +27,7 @@ from fpk._shuffled import Shuffled
 from fpk.api import Quantized, quantize
 from fpk.check import expect_dtype, expect_rank, expect_shape, fp8_dtype
 from fpk.formats import FP8, INT8, Scheme, scheme_of
-from fpk.kernels.moe._expert_streams import streams_here
+from fpk.kernels.moe._expert_streams import reads_like, streams_run
 from fpk.op import FIXED_BATCH, OPS, batch_must_not_matter
 
 __all__ = ["moe", "moe_experts"]
@@ -254,7 +254,7 @@ def _streams(x: Weight, scheme: Scheme, weight: Quantized) -> bool:
     """Would `streams` multiply gathered rows of x?"""
     plain = scheme.granularity.cols in (-1, 128) and scheme.scale_format == "fp32"
     blocks = weight.granularity.rows == weight.granularity.cols == 128 and codes_of(x).dtype is not torch.float32
-    return plain and blocks and streams_here(weight.codes, weight.scale)
+    return plain and blocks and streams_run(weight.codes.device) and reads_like(weight.codes, weight.scale)
 
 
 def _permuted(

@@ -56,17 +56,20 @@ def places(stages: int, boxes: int) -> dict[str, int]:
     return dict(OUT_AT=out, SA_AT=sa, SB_AT=sb, BARS_AT=cdiv(sb + stages * 256, 1024) * 1024)
 
 
-def reads_weights(b: Tensor, scale_b: Tensor) -> bool:
-    """Can the kernel read weights with a scale for each block of 128 x 128?"""
+def reads_like(b: Tensor, scale_b: Tensor) -> bool:
+    """Can the kernel read such weights, with a scale for each block of 128 x 128, wherever they lie?"""
     (_, N, K), (E, blocks, steps) = b.shape, scale_b.shape
     near = E * N < LIMIT and E * scale_b.stride(0) + blocks * scale_b.stride(1) + steps < LIMIT
     plain = b.dtype in FP8 and scale_b.dtype is torch.float32 and scale_b.stride(2) == 1
-    return plain and near and N % 8 == 0 and K % 16 == 0 and fits_weight_descriptor(b)
+    return plain and near and N % 8 == 0 and K % 16 == 0
 
 
-def streams_here(b: Tensor, scale_b: Tensor) -> bool:
-    """reads_weights, on a GPU that the kernel is for."""
-    return of(b.device).arch == "sm90" and available() and reads_weights(b, scale_b)
+def streams_run(device: torch.device) -> bool:
+    """Is this a GPU that the kernel is for?"""
+    return of(device).arch == "sm90" and available()
+
+
+streams_run._dynamo_marked_constant = True  # type: ignore[attr-defined]  # of a traced graph: torch.compile looks nothing up
 
 
 def streams_legal(
@@ -82,7 +85,8 @@ def streams_legal(
         return False
     far = max(scale_a.stride(0), 0 if gather is None else a.stride(0))
     near = a.shape[0] * far + scale_a.shape[1] * scale_a.stride(1) < LIMIT
-    return near and scale_a.dtype is torch.float32 and fits_row_descriptor(a) and reads_weights(b, scale_b)
+    plain = near and scale_a.dtype is torch.float32 and reads_like(b, scale_b)
+    return plain and fits_row_descriptor(a) and fits_weight_descriptor(b)
 
 
 def launch_streams(
