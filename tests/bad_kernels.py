@@ -33,6 +33,12 @@ def _sum_kernel(x_ptr, y_ptr, B: tl.constexpr):
 
 
 @triton.jit
+def _undone_kernel(x_ptr, y_ptr, B: tl.constexpr):
+    code = tl.load(x_ptr + tl.arange(0, B)).to(tl.float32).to(tl.float8e4nv)
+    tl.store(y_ptr + tl.arange(0, B), code.to(tl.float32) * 2)
+
+
+@triton.jit
 def _broken_kernel(x_ptr, y_ptr, B: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, B), tl.load(x_ptr + tl.arange(0, B + 1)))
 
@@ -64,3 +70,4 @@ _declare("bad_spills", _spills_kernel, Config(B=16384, num_warps=1))
 _declare("bad_matrix", _sum_kernel, Config(B=256, num_warps=4), matrix=True)
 _declare("bad_variants", _rows_kernel, Config(B=256, num_warps=4))
 _declare("bad_compile", _broken_kernel, Config(B=256, num_warps=4))
+_declare("bad_undone", _undone_kernel, Config(B=256, num_warps=4))

@@ -8,7 +8,8 @@
 
 For each launch: it compiles; its shared memory fits; a kernel meant for the matrix unit uses the instruction that its
 target has for it; the default config spills no register; no register of an address or a descriptor is read before it
-is written. Prints a table; exits 1 if something is wrong. Run with TRITON_INTERPRET unset.
+is written; what compilers were seen to get wrong (`compilers.py`) is not there. Prints a table; exits 1 if something is
+wrong. Run with TRITON_INTERPRET unset.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import compilers
 import triton
 import unwritten
 from capture import TARGETS, Launch, arguments, launches_of, representative
@@ -131,7 +133,10 @@ def inspect_launch(op: Op, launch: Launch, record: Record) -> None:
     amd = "amdgcn" in compiled.asm
     text = compiled.asm["amdgcn"] if amd else _tool("cuobjdump", "-sass", given=compiled.asm["cubin"])
     record.instructions = count_instructions(text, amd)
-    record.wrong += [] if amd else [f"reads {found}" for found in unwritten.of_code(text)[:1]]
+    if not amd:
+        record.wrong += [f"reads {found}" for found in unwritten.of_code(text)[:1]]
+        record.wrong += [f"half a step: {found}" for found in compilers.halved(compiled.asm.get("ttgir", ""))[:1]]
+        record.wrong += [f"decodes what it encoded: {found}" for found in compilers.undone(compiled.asm["ptx"])[:1]]
     found = sorted(set(MATRIX.findall(compiled.asm.get("ptx") or compiled.asm.get("amdgcn") or "")))
     record.matrix = " ".join(found)
     limit = SHARED_LIMIT[record.target]

@@ -97,6 +97,7 @@ def test_matrix_kernels_use_the_matrix_unit(name):
         ("bad_spills", "spills"),
         ("bad_matrix", "no matrix instruction"),
         ("bad_compile", "does not compile"),
+        ("bad_undone", "decodes what it encoded"),
     ],
 )
 def test_the_checker_complains(name, complaint):

@@ -222,12 +222,16 @@ def nvfp4_scales(amax, g):
     Quotients are corrected by an exact remainder, as in `_tile.divide`, and so rounded correctly: amax / 6 unless it is
     so small that its code is 0, g / scale always. One step makes the approximate reciprocal of a scale, which has four
     significant bits, the correctly rounded one.
+
+    Codes and scales come from integer arithmetic: where an instruction decodes what another has just encoded, the
+    assembler of triton 3.6 loses some of the first and reads what else was in the register (all codes of rows of 70
+    were 0).
     """
     sixth = amax * (1 / 6)
     rest = tl.fma(sixth, tl.full(amax.shape, -6.0, tl.float32), amax)
     sixth = tl.fma(rest, tl.full(amax.shape, 1 / 6, tl.float32), sixth)
-    stored = tl.minimum(g * sixth, 448.0).to(tl.float8e4nv)
-    scale = stored.to(tl.float32)
+    stored = cast_fp8(tl.minimum(g * sixth, 448.0), 3, 7, None, None)
+    scale = (stored.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**120  # no sign, no NaN; exact if subnormal
     inverse = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -235,7 +239,7 @@ def nvfp4_scales(amax, g):
     inverse = tl.fma(tl.fma(-scale, inverse, one), inverse, inverse)
     quotient = g * inverse
     quotient = tl.fma(tl.fma(-scale, quotient, g), inverse, quotient)
-    return stored.to(tl.uint8, bitcast=True), scale, tl.where(scale > 0, quotient, 0.0)
+    return stored, scale, tl.where(scale > 0, quotient, 0.0)
 
 
 @triton.jit

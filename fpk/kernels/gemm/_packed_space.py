@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from fpk.db import Config
-from fpk.device import Device
+from fpk.device import Device, triton_is
 from fpk.formats import MX, MX_BLOCK, NVFP4_BLOCK
 from fpk.kernels.gemm._mm import scale_step, stages_held
 from fpk.kernels.gemm._operands import COMPUTE, Operand, constants, exact_in, promoted_groups
@@ -53,10 +53,24 @@ def compute_types(a: Operand, b: Operand, device: Device) -> list[str]:
     return found[::-1] if decoded else found
 
 
+def halves_steps(config: Config, device: Device, a: Operand, b: Operand) -> bool:
+    """Would the compiler read one half of every step's columns, and that twice?
+
+    Triton 3.6 and 3.7 let a thread of mma.sync hold eight neighbours of codes that lie two to a byte, and four threads
+    32 columns, even if a step has 16, as it has where groups are odd multiples of 16. Warp groups read whole steps.
+    """
+    rows = config["BLOCK_N" if config["SWAP"] else "BLOCK_M"]
+    by_threads = rows < 64 or device.arch not in ("sm90", "sm100", "sm103")
+    narrow = config["BLOCK_K"] < 32 and min(a.bits, b.bits) < 8
+    return narrow and by_threads and device.vendor == "nv" and triton_is("3.6", "3.7")
+
+
 def fits(config: Config, device: Device, a: Operand, b: Operand, a_dtype: torch.dtype, columns: int) -> bool:
     """Is the pair exact in the config's type, does a step lie inside one group, does the device hold the tiles?"""
     compute, width = config["COMPUTE"], config["BLOCK_K"]
     if not exact_in(compute, a, b, device) or width < (16 if compute == "half" else 32):
+        return False
+    if halves_steps(config, device, a, b):
         return False
     if step_of(columns, promoted_groups(constants(compute, a, b, a_dtype))) % width:
         return False
