@@ -114,6 +114,23 @@ def test_what_lies_around_a_view_does_not_matter(name, device):
         assert_close(got, expected, 0.0)
 
 
+@pytest.mark.parametrize("name", [n for n, op in OPS.items() if "pairs" in op.kernels])
+def test_rows_of_any_width_in_words_of_two(name, device):
+    """Rows that fill no block and begin at any word: other loads, and so other code, than where 16 divides all sizes."""
+    op = OPS[name]
+    for width in (2, 34, 70, 72, 100):
+        args = op.inputs(M=5, K=width, E=2, device=device)
+        bound = op.bind(**args)
+        first: dict[str, dict] = {}
+        for config in op.configs(**bound):
+            if op.is_legal(config, bound, op._device(bound)):
+                first.setdefault(config["kernel"], config)
+        for config in first.values():
+            assert_close(
+                op.launch(**args, config=config), op.reference(**bound), op.tolerance(bound), f"{width} {config}"
+            )
+
+
 @pytest.mark.parametrize("name", ["quantize_fp8_tensor", "quantize_int8_tensor", "quantize_int8_tensor_asymmetric"])
 @pytest.mark.parametrize("valid", [0, 1, 5])
 def test_padding_rows_do_not_count(name, valid, device):
