@@ -116,7 +116,7 @@ def test_what_lies_around_a_view_does_not_matter(name, device):
 
 @pytest.mark.parametrize("name", [n for n, op in OPS.items() if "pairs" in op.kernels])
 def test_rows_of_any_width_in_words_of_two(name, device):
-    """Rows that fill no block and begin at any word: other loads, and so other code, than where 16 divides all sizes."""
+    """Rows that fill no block and begin at any word: other loads and other code than where 16 divides all sizes."""
     op = OPS[name]
     for width in (2, 34, 70, 72, 100):
         args = op.inputs(M=5, K=width, E=2, device=device)
