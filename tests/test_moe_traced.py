@@ -33,3 +33,21 @@ def test_one_graph(weight, act):
         for tokens in (4, 65 * E):  # two rows a token
             with pytest.raises(Traced):
                 compiled(randn(tokens, H), randn(tokens, E))
+
+
+@pytest.mark.parametrize(("scheme", "act"), [("fp8_block128", "fp8_group128"), ("fp8_channel", "fp8_token")])
+def test_one_graph_of_one_token(scheme, act):
+    """Of wide experts, which have kernels that sort nothing."""
+    wide = 512
+    w13, w2 = (fpk.quantize(randn(E, n, wide, seed=n), scheme) for n in (2 * wide, wide))
+    torch._dynamo.reset()
+    ran = []
+
+    def look(graph, inputs):
+        ran.extend(str(node.target) for node in graph.graph.nodes)
+        return stop(graph, inputs)
+
+    compiled = torch.compile(lambda x, z: fpk.moe(x, z, w13, w2, act=act), fullgraph=True, backend=look, dynamic=False)
+    with pretend(H200), pretend_triton("3.6"), pytest.raises(Traced):
+        compiled(randn(1, wide), randn(1, E))
+    assert any("moe_token" in name for name in ran)

@@ -58,24 +58,42 @@ def boxes(top_k: int, H: int, I: int) -> tuple[int, int]:
 
 
 def streams(x: Tensor, top_k: int, w13: Tensor, w2: Tensor) -> bool:
-    """Is `stream` there for these arguments, and the default?"""
-    _, H, I = w2.shape
-    config, device = next(stream_configs(top_k, H, I)), of(x.device)
-    return device.arch in STREAM_KERNEL.targets and fits_stream(config, device, x, top_k, w13, w2)
+    """Is `stream` there for such arguments, wherever they lie, and the default?"""
+    room = _room(x.device)
+    return room > 0 and _streams_like(_first(top_k, *w2.shape[1:]), room, x, top_k, w13, w2)
 
 
 def fits_stream(config: Config, device: Device, x: Tensor, top_k: int, w13: Tensor, w2: Tensor) -> bool:
+    aligned = w13.data_ptr() % 16 == 0 and w2.data_ptr() % 16 == 0
+    return aligned and _streams_like(config, device.shared_limit, x, top_k, w13, w2)
+
+
+def _room(device: torch.device) -> int:
+    """Shared memory of a GPU that `stream` is for, else 0."""
+    here = of(device)
+    return here.shared_limit if here.arch in STREAM_KERNEL.targets else 0
+
+
+def _first(top_k: int, H: int, I: int) -> Config:
+    return next(stream_configs(top_k, H, I))
+
+
+for _asks in (_room, _first):  # constants of a traced graph: torch.compile looks no device up
+    _asks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _streams_like(config: Config, room: int, x: Tensor, top_k: int, w13: Tensor, w2: Tensor) -> bool:
     def whole(w: Tensor) -> bool:
         E, N, K = w.shape
         row = w.stride(1)
         together = E == 1 or w.stride(0) == N * row
-        return K % 128 == 0 and K <= 16384 and row % 16 == 0 and w.data_ptr() % 16 == 0 and together
+        return K % 128 == 0 and K <= 16384 and row % 16 == 0 and together
 
     _, H, I = w2.shape
     if not (whole(w13) and whole(w2) and x.stride(1) == 1 and top_k <= 128):
         return False
     rows = rows_for(I, top_k, config["BOX13"], 132), rows_for(H, 1, config["BOX2"], 132)
-    return min(rows) > 0 and held(config, top_k, H, I) <= device.shared_limit
+    return min(rows) > 0 and held(config, top_k, H, I) <= room
 
 
 def stream_configs(top_k: int, H: int, I: int) -> Iterator[Config]:
