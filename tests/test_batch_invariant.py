@@ -13,6 +13,8 @@ from fpk._moe_checks import Static
 from fpk.check import bits
 from fpk.device import pretend, pretend_triton
 from fpk.formats import scheme_of
+from fpk.kernels.moe._expert_streams import streams_run
+from fpk.kernels.moe._token_launch import _first, _room
 from fpk.op import _BATCHED, FIXED_BATCH, OPS, batch_must_not_matter
 from fpk.tune.arguments import legal_candidates, outline
 
@@ -144,7 +146,9 @@ def test_it_is_of_a_context_and_keeps_the_database():
 
 
 @pytest.mark.parametrize(
-    "asks", [batch_must_not_matter, check.has_fp8_units, check.fp8_dtype], ids=lambda f: f.__name__
+    "asks",
+    [batch_must_not_matter, check.has_fp8_units, check.fp8_dtype, streams_run, _room, _first],
+    ids=lambda f: f.__name__,
 )
 def test_constants_of_traced_graphs_are_marked_as_torch_marks_them(asks):
     """By the attribute alone: torch's decorator imports dynamo, which takes every process seconds."""

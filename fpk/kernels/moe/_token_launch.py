@@ -79,7 +79,7 @@ def _first(top_k: int, H: int, I: int) -> Config:
 
 
 for _asks in (_room, _first):  # constants of a traced graph: torch.compile looks no device up
-    _asks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _asks._dynamo_marked_constant = True  # type: ignore[union-attr, attr-defined]
 
 
 def _streams_like(config: Config, room: int, x: Tensor, top_k: int, w13: Tensor, w2: Tensor) -> bool:
