@@ -84,3 +84,9 @@ def test_short_steps_of_packed_columns(name, version, whole):
         assert any(not c["SWAP"] and c["BLOCK_M"] < 64 for c in bytes_)
         assert bool(packed) == (whole or groups or target == "gfx942")
         assert (tall == packed) == ((groups and not whole) or not packed)
+
+
+def test_where_no_step_is_whole():
+    case = dict(M=16, N=256, K=192, pair=("none", "int4", -1, 16))
+    with pretend("sm89"), pretend_triton("3.6.0"), pytest.raises(NotImplementedError, match="no config of it is legal"):
+        OPS["mm_packed"].config_for(**outline(OPS["mm_packed"], case))

@@ -275,6 +275,8 @@ def mm_packed(
 
     Raises:
         ValueError: a format, shape, dtype or stride does not fit, or K is 0.
+        NotImplementedError: groups of an odd multiple of 16 and codes of 4 or 6 bits, with triton 3.6 or 3.7 on a GPU
+            without warp-group products (sm80, sm89, sm120).
     """
     M, N = a.shape[0], b.shape[0]
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)

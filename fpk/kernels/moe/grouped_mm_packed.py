@@ -245,6 +245,8 @@ def grouped_mm_packed(
 
     Raises:
         ValueError: a format, shape, dtype or stride does not fit.
+        NotImplementedError: groups of an odd multiple of 16 and codes of 4 or 6 bits, with triton 3.6 or 3.7 on a GPU
+            without warp-group products (sm80, sm89, sm120).
     """
     R, (E, N, _) = a.shape[0], b.shape
     out = torch.empty((R, N), dtype=out_dtype, device=a.device)
