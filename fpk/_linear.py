@@ -76,6 +76,8 @@ class QuantizedLinear(nn.Module):
         self._options: dict[str, Any] = {"dtype": weight.codes.dtype} if follows else {}
         if scheme.static:
             self._options["check"] = False
+        if weight.granularity.rows > 1 and self._quantizer.startswith("fp8_group"):
+            self._options["layout"] = "tma"  # of scales, with which block-scaled products are measured
         self.register_buffer("weight", weight.codes)
         self.register_buffer("weight_scale", weight.scale)
         self.register_buffer("weight_global_scale", weight.global_scale)

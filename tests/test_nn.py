@@ -372,3 +372,18 @@ def test_compiles_in_one_graph(scheme, device):
         for shape in ((4, 64), (2, 3, 64)):
             x = randn(*shape).to(device)
             assert_close(compiled(x), model(x), 0.0)
+
+
+def test_scales_of_blocks_lie_by_groups(monkeypatch):
+    """As products were measured, which tables are looked up by, and as a column begins at 16 bytes."""
+    op, seen = fpk.OPS["scaled_mm_group"], []
+
+    def look(*args, **more):
+        seen.append(op.bind(*args, **more))
+        return op(*args, **more)
+
+    monkeypatch.setitem(fpk.OPS, "scaled_mm_group", look)
+    for m in (1, 5):
+        layer = QuantizedLinear.from_linear(nn.Linear(272, 136, dtype=torch.bfloat16), "fp8_block128:fp8_group128")
+        layer(torch.randn(m, 272).bfloat16())
+        assert seen[-1]["scale_a"].stride() == (1, -(-m // 4) * 4) and op.key(**seen[-1])["column_scales"] == 1
