@@ -24,15 +24,14 @@ def stop(graph, inputs):
     return run
 
 
-@pytest.mark.parametrize(("weight", "act"), [pair for pair in PAIRS if pair[1] != "none"])
-def test_one_graph(weight, act):
+@pytest.mark.parametrize(("weight", "act"), [(w, a) for w, a in PAIRS if w.startswith("fp8") and a != "none"])
+def test_one_graph_of_many_rows(weight, act):
     given = parts(weight)[0]
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, z: fpk.moe(x, z, **given, act=act), fullgraph=True, backend=stop, dynamic=False)
-    with pretend(H200), pretend_triton("3.6"):
-        for tokens in (4, 65 * E):  # two rows a token
-            with pytest.raises(Traced):
-                compiled(randn(tokens, H), randn(tokens, E))
+    tokens = 65 * E // 2  # two rows each
+    with pretend(H200), pretend_triton("3.6"), pytest.raises(Traced):
+        compiled(randn(tokens, H), randn(tokens, E))
 
 
 @pytest.mark.parametrize(("scheme", "act"), [("fp8_block128", "fp8_group128"), ("fp8_channel", "fp8_token")])
