@@ -157,8 +157,7 @@ def _times_row(
         if GROUP > 0:
             key = tl.max(tl.where(mask, amax_key(x), 0), axis=1)
         scale = _row_scale(key, GROUP, QMAX)
-        # by integers: what one instruction encodes and another decodes, the assembler of CUDA 12.8 may mix up
-        code = quantize_fp8(x, scale[:, None], MANTISSA, BIAS, MAX, NAN_CODE, None)
+        code = quantize_fp8(x, scale[:, None], MANTISSA, BIAS, MAX, NAN_CODE, HARDWARE)
         value = code.to(like_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         w = tl.load(w_rows[:, None] + k + cols, mask=mask, other=0.0).to(tl.float32)
         part = tl.sum(w * value, axis=1) * tl.sum(scale, axis=0)
@@ -342,9 +341,11 @@ def moe_token(
         )  # fmt: skip
     (E, H, I), slots = w2.shape, ids.shape[1]
     early, fmt = early_start(of(x.device)), FP8[w13.dtype]
+    # codes by integers: what one instruction encodes and another decodes, the assembler of CUDA 12.8 may mix up
+    by_integers = fp8_constants(fmt, of(x.device)) | dict(HARDWARE=None)
     common: dict[str, Any] = dict(
-        GROUP=group, ROWS=block_rows if block_rows > 0 else 2 * max(H, I), QMAX=fmt.qmax,
-        **fp8_constants(fmt, of(x.device)), **early, **{n: v for n, v in config.items() if n != "kernel"},
+        GROUP=group, ROWS=block_rows if block_rows > 0 else 2 * max(H, I), QMAX=fmt.qmax, **by_integers, **early,
+        **{n: v for n, v in config.items() if n != "kernel"},
     )  # fmt: skip
     mapped = 0 if expert_map is None else expert_map.shape[0]
     hidden = torch.empty((slots, I), dtype=out_dtype, device=x.device)
