@@ -19,6 +19,7 @@ FAST = ("fast_accum=True",)
 COLUMN = ("scale_layout=column",)  # as TMA reads them
 STREAMS = ("--all-of", "ordered,joint", "--max-candidates", "16")
 EXPERT_STREAMS = ("--all-of", "streams", "--max-candidates", "16")
+NVFP4 = ("quantize_nvfp4", "act_and_mul_quantize_nvfp4")
 SHARES = ("--all-of", "shares", "--max-candidates", "28")  # 15 to 20 of them, and what else was good
 # experts, rows of a token, and an expert's columns and K: Mixtral 8x7B, Qwen3-30B-A3B, DeepSeek-V3 cut eight ways
 EXPERTS = (
@@ -77,6 +78,8 @@ def not_repeated() -> tuple[str, ...]:
 TABLES = (
     tables("tables_group", "scaled_mm_group", cases((16, 64, 256, 1024, 4096), LAYERS, COLUMN), 75,
            "autotune_db: 30 shapes", STREAMS),
+    tables("tables_group_256", "scaled_mm_group", cases((256,), (*NEW_LAYERS, *LONG_LAYERS), COLUMN), 12,
+           "autotune_db: 256 tokens, six more layers", STREAMS),
     tables("tables_weight_only", "mm_weight_only", "M=1024 N=28672 K=4096; M=4096 N=28672 K=4096", 12,
            "autotune_db: two keys measured with older kernels"),
     tables("tables_64", "scaled_mm", cases((64,), (*LAYERS, *NEW_LAYERS, *LONG_LAYERS), FAST), 42,
@@ -107,6 +110,10 @@ LAWS = (
     laws("laws_packed_ops", 90, "tests/test_ops.py", keyword="packed or shuffle or pack or quantize", jobs=4),
     laws("laws_dense", 100, "tests/test_dense_gpu.py", "tests/test_block_gpu.py", "tests/laws/test_weight_only.py"),
     laws("laws_prefill", 60, "tests/laws/test_prefill.py", "tests/laws/test_attention.py", least=0.0),
+    laws("laws_nvfp4", 40, "tests/laws/test_activation.py", "tests/laws/test_quant.py",
+         keyword="fused_equals or any_width", jobs=3),
+    laws("laws_launch", 60, "tests/test_compiled_gpu.py", "tests/test_gpu.py", "tests/test_dense_gpu.py",
+         keyword="compiled or first_thing or leave_late", jobs=3),
     laws("laws_rest", 200, "tests/test_moe_token.py", "tests/test_gpu.py", "tests/laws",
          "tests/test_ops.py", "tests/test_batch_invariant.py", "tests/cases", jobs=3, least=0.0),
 )  # fmt: skip
@@ -128,12 +135,29 @@ def dense(name: str, tokens: tuple[str, ...], seconds: float, *products: str) ->
     )  # fmt: skip
 
 
+LAYERS_OF_EXPERTS = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3_tp8", "deepseek_v3")
+
+
+def experts(
+    name: str, fills: str, seconds: float, models: tuple[str, ...], scheme: str, tokens: tuple[int, ...], *stages: str
+) -> Measurement:
+    """Layers of experts, or some of their stages, beside others."""
+    only = ("--stages", *stages) if stages else ()
+    common = ("--csv", "{out}/moe.csv", "--schemes", scheme, *only)
+    walked = ("--models", models[0], "--tokens", str(tokens[0]), "--block-ms", "1", "--rounds", "1")
+    return Measurement(
+        name, fills, bench("moe", *common, "--models", *models, "--tokens", *map(str, tokens), "--jobs", "{jobs}"),
+        ("moe", *common, *walked), seconds, 2 * seconds, csv=f"{GPU}/moe.csv", inputs=MOE_KERNELS,
+    )  # fmt: skip
+
+
 DENSE_PARTS = (
     dense("dense_block_many", MANY, 80, "fp8_block"),
     dense("dense_block_few", FEW, 45, "fp8_block"),
+    dense("dense_block_256", FEW[2:], 25, "fp8_block"),
     dense("dense_few", FEW[:3], 70, "fp8_token", "int8_token"),
     dense("dense_many", MANY, 75, "fp8_token"),
-    dense("dense_weight_only", FEW[:3], 30, "fp8_weight_only"),
+    dense("dense_weight_only", FEW[:3], 50, "fp8_weight_only", "int8_weight_only"),
     dense("dense_int8_many", MANY, 50, "int8_token"),
     dense("dense_rest", FEW[3:], 50, "fp8_token", "fp8_weight_only", "int8_token"),
     dense("dense_tensor", (*FEW, *MANY), 150, "fp8_tensor"),
@@ -155,8 +179,16 @@ PLAN = (
         bench("moe", "--csv", "{out}/moe.csv", "--models", "gpt_oss_120b", "--schemes", "mxfp4", "--jobs", "{jobs}"),
         ("moe", "--csv", "{out}/moe.csv", "--models", "gpt_oss_120b", "--schemes", "mxfp4", "--tokens", "1",
          "--block-ms", "1", "--rounds", "1"),
-        30, 60, csv=f"{GPU}/moe.csv", inputs=MOE_KERNELS,
+        60, 120, csv=f"{GPU}/moe.csv", inputs=MOE_KERNELS,
     ),
+    experts("layer_gpt_oss_many", "gpt-oss layer of experts, MXFP4 weights, from 64 tokens", 60, ("gpt_oss_120b",),
+            "mxfp4", (64, 256, 1024, 4096)),
+    experts("products_int8", "grouped INT8 products", 40, LAYERS_OF_EXPERTS, "int8_channel:int8_token",
+            (256, 1024, 4096), "w13", "w2"),
+    experts("layer_bf16", "layers of experts in bf16", 40, LAYERS_OF_EXPERTS, "bf16", (1, 16, 256, 4096), "layer"),
+    *(experts(f"moves_{scheme[4:9]}", "steps between products beside copies", 30, LAYERS_OF_EXPERTS, scheme,
+              (1024, 4096), "quantize", "permute", "activation", "unpermute", "routing")
+      for scheme in ("fp8_channel:fp8_token", "fp8_block128:fp8_group128")),
     Measurement(
         "layer_block", "layers of experts with block scales, 16 tokens and 1024 and more",
         bench("moe", "--csv", "{out}/moe.csv", "--models", "deepseek_v3_tp8", "mixtral_8x7b", "qwen3_30b_a3b",
@@ -188,6 +220,12 @@ PLAN = (
         ("{python}", "-W", "ignore", "-m", "trust.sanitize", "repeat", "--jobs", "1", "--out", "{out}",
          *not_repeated()),
         ("trust.on_gpu", "repeat", "amax"), 150, 300, quiet=False, csv=f"{GPU}/trust.csv",
+    ),
+    Measurement(
+        "sanitizers", "the streaming kernels under compute-sanitizer, and 1000 launches of each: trust.csv",
+        ("{python}", "-W", "ignore", "-m", "trust.sanitize", "repeat", "memcheck", "racecheck", "--jobs", "3", "--out",
+         "{out}", "scaled_mm", "scaled_mm_group", "grouped_scaled_mm_group"),
+        ("trust.on_gpu", "repeat", "scaled_mm"), 150, 400, quiet=False, csv=f"{GPU}/trust.csv",
     ),
     Measurement(
         "compare", "every kernel of every op against its reference: trust.csv",
@@ -226,6 +264,14 @@ PLAN = (
         90, 150, csv=f"{GPU}/quantizers.csv", inputs=("fpk/kernels/quant",),
     ),
     Measurement(
+        "quantizers_nvfp4", "NVFP4 quantizers beside copies",
+        bench("tables", "quantizers", "--csv", "{out}/quantizers.csv", "--ops", *NVFP4, "--search", "8", "--block-ms",
+              "15", "--rounds", "3"),
+        ("tables", "quantizers", "--csv", "{out}/quantizers.csv", "--ops", "quantize_nvfp4", "--search", "2",
+         "--block-ms", "1", "--rounds", "1"),
+        30, 60, csv=f"{GPU}/quantizers.csv", inputs=("fpk/kernels/quant",),
+    ),
+    Measurement(
         "method", "a layer through its method beside the bare function",
         bench("moe_method", "--csv", "{out}/moe-method.csv"),
         ("moe_method", "--csv", "{out}/moe-method.csv", "--tiny", "--tokens", "1", "--rounds", "1"),
@@ -236,6 +282,12 @@ PLAN = (
         bench("exactness", "--csv", "{out}/exactness.csv"),
         ("exactness", "--csv", "{out}/exactness.csv", "--values", "10", "--ops", "amax"),
         200, 400, quiet=False, csv=f"{GPU}/exactness.csv", inputs=("fpk/kernels/quant",),
+    ),
+    Measurement(
+        "exactness_nvfp4", "NVFP4 quantizers against their references, 10^8 values",
+        bench("exactness", "--csv", "{out}/exactness.csv", "--ops", *NVFP4),
+        ("exactness", "--csv", "{out}/exactness.csv", "--values", "10", "--ops", "quantize_nvfp4"),
+        60, 120, quiet=False, csv=f"{GPU}/exactness.csv", inputs=("fpk/kernels/quant",),
     ),
     Measurement(
         "loading", "memory while experts load", bench("loading", "--csv", "{out}/loading.csv"),

@@ -31,6 +31,7 @@ CELLS = {
     "packed.csv": ("product", "M", "N", "K"),
     "moe.csv": ("model", "scheme", "routing", "T", "stage"),
     "online.csv": ("layers", "method", "scheme"),
+    "exactness.csv": ("op",),
     "quantizers.csv": ("op", "M", "K", "variant"),
 }
 
