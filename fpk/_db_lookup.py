@@ -9,9 +9,10 @@ import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fpk._db_scale import Products, expected, full_rate, tile
+from fpk._db_scale import Products, expected, full_rate, of_tokens, tile
 from fpk._db_sources import MemorySource, Source
 from fpk._db_table import SIZES, Row, Run, parse_runs, parse_table
 from fpk.device import Device
@@ -25,6 +26,8 @@ NEAR_LIMIT = 1.1
 # Flags of the epilogue: a call that differs from every recorded one in these alone takes their rows as near ones. All
 # others (formats, granularities, accumulation) change the loop, and a row says nothing across them.
 SOFT_FLAGS = frozenset({"bias", "zero_point", "out_dtype"})
+# And so do products whose operands are scaled as a whole or by rows: the epilogue multiplies by either
+_SCALED_AT_THE_END = frozenset((name, how) for name in ("a", "b") for how in ("tensor", "token", "channel"))
 # Products' rows are scaled by their work (`fpk._db_scale`) before they are compared, so they reach farther: a factor of
 # 16 in one size
 SCALED_LIMIT = 4.1
@@ -85,7 +88,7 @@ class Table:
         m, n, k = key["M"], key["N"], key["K"]
         near = products.near(_log2(m), _log2(n), _log2(k), SCALED_LIMIT, _SCALED)
         found = expected(near, m, n, k, sm_count, products.rate)
-        return [(us, distance, row) for us, _, distance, row in found[:count]]
+        return [(us, distance, replace(row, config=of_tokens(row.config, m))) for us, _, distance, row in found[:count]]
 
     def configs(self, key: Mapping[str, Any], sm_count: int, shared_limit: int) -> list[dict[str, Any]] | None:
         """What `Tables` offers from a single table whose times can be scaled, in its order; None if they cannot."""
@@ -102,7 +105,7 @@ class Table:
         exact = self.exact(key) if near[0][0] == 0 else []
         kept = [row for row in exact if _answers_itself(row)]
         kept += [row for _, _, distance, row in found[:_OFFERED] if distance or not exact]
-        return [row.config for row in kept if row.shared_bytes <= shared_limit]
+        return [of_tokens(row.config, m) for row in kept if row.shared_bytes <= shared_limit]
 
     def _products_like(self, key: Mapping[str, Any], sm_count: int) -> Products | None:
         if "M" not in key or "N" not in key or "K" not in key:
@@ -183,7 +186,7 @@ def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _hard(flags: frozenset[Any]) -> frozenset[Any]:
-    return frozenset([item for item in flags if item[0] not in SOFT_FLAGS])
+    return frozenset([item for item in flags if item[0] not in SOFT_FLAGS and item not in _SCALED_AT_THE_END])
 
 
 _SIZE_SET = frozenset(SIZES)

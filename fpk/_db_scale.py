@@ -15,8 +15,13 @@ from fpk._db_table import Row
 
 LAUNCH_US = 4.0  # launch, filling and draining of the pipeline
 SPLIT_US_PER_OUTPUT = 16 / 4.2e6  # fp32 partial sums of a split K, written and read, per output and part
+SHARING_US = 2.0  # the same where programs take even shares: who comes last adds up
+SHARING_US_PER_OUTPUT = 4 / 16384  # of a tile: every program leaves one or two partial sums
+STARTING_US = 2.5  # of a further wave, where every tile is a program of its own that fills its pipeline anew
+ALONE = 1.3  # waves that a single one counts as where one program leaves a multiprocessor half idle
 FULL_RATE = 1.0  # share of the fastest row's elements per microsecond that other shapes reach too
 DOUBT = 0.08  # an estimate from a shape twice as large in one size counts as so much slower
+TALL = 4  # tiles of so many times as many rows as there are tokens are passed over
 
 _MS_HELD = 64  # token counts whose neighbours are kept at hand
 _OTHER = ("T", "R", "E", "H", "I", "top_k")
@@ -25,8 +30,8 @@ _OTHER = ("T", "R", "E", "H", "I", "top_k")
 class Tile(NamedTuple):
     """A product's row taken apart; `moving` is microseconds a wave and step, `name` tells equal configs.
 
-    split: parts of K; 0 where programs take even shares of all tiles' steps, whatever the waves. held: programs that a
-    multiprocessor runs at once.
+    split: parts of K; 0 where programs take even shares of all tiles' steps, whatever the waves. wide: multiprocessors
+    that a tile takes. least: waves that there are at least. starting: microseconds of every further wave.
     """
 
     name: frozenset[tuple[str, Any]]
@@ -34,8 +39,10 @@ class Tile(NamedTuple):
     block_n: int
     block_k: int
     split: int
-    held: int
+    wide: int
+    least: float
     moving: float
+    starting: float
     row: Row
 
 
@@ -57,15 +64,35 @@ def tile(row: Row, sm_count: int) -> Tile | None:
         return None
     if any(name in key for name in _OTHER):
         return None
-    # a program of `persistent` by itself leaves a multiprocessor waiting, so that two of them take hardly longer
-    held = (config.get("kernel") == "persistent" and _count(config.get("PER_SM"))) or 1
-    one = Tile(frozenset(config.items()), block_m, block_n, block_k, split, held, 1.0, row)
-    fixed = LAUNCH_US + split_us(split, m * n)
-    return one._replace(moving=max(row.us - fixed, row.us / 4) / _work(one, m, n, k, sm_count))
+    kernel, wide, least = config.get("kernel"), 1, 1.0
+    if kernel == "persistent" or (split == 1 and "format" in key):  # several programs a multiprocessor
+        least = min(float(_count(config.get("PER_SM")) or 1), ALONE)
+    elif kernel in ("ordered", "late"):  # the programs of a cluster have neighbouring tiles of tokens
+        wide = _count(config.get("CLUSTER")) or 1
+    starting = STARTING_US if kernel in ("joint", "shares") and split else 0.0
+    name = frozenset(of_tokens(config, 1).items())
+    one = Tile(name, block_m * wide, block_n, block_k, split, wide, least, 1.0, starting, row)
+    waves = _waves(one, m, n, sm_count)
+    fixed = (
+        LAUNCH_US + (split_us(split, m * n) if split else sharing_us(block_m * block_n)) + max(waves - 1, 0) * starting
+    )
+    return one._replace(moving=max(row.us - fixed, row.us / 4) / (waves * _steps(one, k)))
+
+
+def of_tokens(config: dict[str, Any], m: int) -> dict[str, Any]:
+    """A weight-only product's config that was measured with another number of tokens, for this one: COLUMNS is how many
+    tiles of tokens there are, by which programs divide the steps."""
+    if "COLUMNS" not in config or "ROWS" not in config or not (block_m := _count(config.get("BLOCK_M"))):
+        return config
+    return config | {"COLUMNS": -(-m // block_m)}
 
 
 def split_us(split: int, outputs: int) -> float:
     return split * outputs * SPLIT_US_PER_OUTPUT if split > 1 else 0.0
+
+
+def sharing_us(outputs: int) -> float:
+    return SHARING_US + outputs * SHARING_US_PER_OUTPUT
 
 
 def elements(m: int, n: int, k: int) -> int:
@@ -136,21 +163,25 @@ def expected(
     """
     floor = FULL_RATE * elements(m, n, k) / rate if rate else 0.0
     per_split = m * n * SPLIT_US_PER_OUTPUT
-    too_tall = max(2 * m, 17)  # half of such a tile's rows would be empty
+    too_tall = max(TALL * m, 17)
     seen: set[Any] = set()
     found: list[tuple[float, int, float, Row]] = []
     for distance, _, tiles in near:
         doubt = 1 + DOUBT * distance
-        for name, block_m, block_n, block_k, split, held, moving, row in tiles:
+        for name, block_m, block_n, block_k, split, wide, least, moving, starting, row in tiles:
             if block_m >= too_tall or name in seen:
                 continue
             seen.add(name)
             # waves times steps; x // -y rounds away from zero
             if split == 0:
                 us = moving * (m // -block_m) * (n // -block_n) * -(k // -block_k) / sm_count
-                found.append((((us if us > floor else floor) + LAUNCH_US) * doubt, len(found), distance, row))
+                us = (us if us > floor else floor) + LAUNCH_US + sharing_us(block_m * block_n)
+                found.append((us * doubt, len(found), distance, row))
                 continue
-            us = moving * -((m // -block_m) * (n // -block_n) * split // -(sm_count * held))
+            waves: float = -((m // -block_m) * (n // -block_n) * split * wide // -sm_count)
+            if waves < least:
+                waves = least
+            us = moving * waves
             if split > 1:
                 steps = -(k // -block_k) / split
                 if steps > 1:
@@ -159,17 +190,21 @@ def expected(
             else:
                 us *= -(k // -block_k) or 1
                 us = (us if us > floor else floor) + LAUNCH_US
+            if starting:
+                us += (waves - 1) * starting
             found.append((us * doubt, len(found), distance, row))
     found.sort()
     return found
 
 
-def _work(one: Tile, m: int, n: int, k: int, sm_count: int) -> float:
-    """Waves times steps."""
-    if one.split == 0:
-        return -(-m // one.block_m) * -(-n // one.block_n) * -(-k // one.block_k) / sm_count
-    items = -(-m // one.block_m) * -(-n // one.block_n) * one.split
-    return -(-items // (sm_count * one.held)) * max(-(-k // one.block_k) / one.split, 1.0)
+def _waves(one: Tile, m: int, n: int, sm_count: int) -> float:
+    """How often its tiles fill all multiprocessors; a fraction where programs take even shares."""
+    tiles = -(-m // one.block_m) * -(-n // one.block_n)
+    return tiles / sm_count if one.split == 0 else max(-(-tiles * one.split * one.wide // sm_count), one.least)
+
+
+def _steps(one: Tile, k: int) -> float:
+    return max(-(-k // one.block_k) / max(one.split, 1), 1.0)
 
 
 def _count(value: Any) -> int:

@@ -18,7 +18,7 @@ from fpk.tune.sources import covers, sources_of
 from fpk.tune.trials import Trial, TrialStore
 
 RANKS = 5
-TILES = 8  # rows of a product's key
+TILES = 6  # rows of a product's key
 WITHIN = 1.6  # of the winner's time: what is slower says nothing about neighbours
 LEAST_GAIN_PERCENT = 1.0
 
@@ -94,9 +94,10 @@ def winners(finals: Iterable[Trial], default: str, screened: Iterable[Trial] = (
 
 def tile_of(config: db.Config) -> tuple[Any, ...] | None:
     """What decides how a product's config divides the work: configs that agree in it scale alike. None: no product."""
-    if "BLOCK_M" not in config or "BLOCK_N" not in config:
+    if "BLOCK_M" not in config or not {"BLOCK_N", "ROWS"} & config.keys():
         return None
-    return tuple(config.get(name) for name in ("kernel", "BLOCK_M", "BLOCK_N", "SPLIT_K"))
+    whole = "ROWS" in config and not config.get("PER_SM")  # tiles of weight-only products, or even shares of them
+    return whole, *(config.get(name) for name in ("kernel", "BLOCK_M", "BLOCK_N", "ROWS", "SPLIT_K", "CLUSTER"))
 
 
 def _other_tiles(first: db.Row, best: Trial, screened: Iterable[Trial]) -> list[db.Row]:

@@ -19,6 +19,7 @@ FAST = ("fast_accum=True",)
 COLUMN = ("scale_layout=column",)  # as TMA reads them
 STREAMS = ("--all-of", "ordered,joint", "--max-candidates", "16")
 EXPERT_STREAMS = ("--all-of", "streams", "--max-candidates", "16")
+MXFP4_NVFP4 = ("weight=mxfp4/bf16", "weight=nvfp4/bf16")
 NVFP4 = ("quantize_nvfp4", "act_and_mul_quantize_nvfp4")
 SHARES = ("--all-of", "shares", "--max-candidates", "28")  # 15 to 20 of them, and what else was good
 # experts, rows of a token, and an expert's columns and K: Mixtral 8x7B, Qwen3-30B-A3B, DeepSeek-V3 cut eight ways
@@ -46,6 +47,16 @@ def cases(tokens: tuple[int, ...], layers: tuple[tuple[int, int], ...], more: tu
 def expert_cases(tokens: tuple[int, ...]) -> str:
     whole = [f"M={t * j} N={n} K={k} E={e}" for e, j, n, k in EXPERTS for t in tokens]
     return "; ".join(whole + [f"M={t * 8} N={n} K={k} E=32 dropped=0.875" for n, k in RANK for t in tokens])
+
+
+def layer_cases(tokens: tuple[int, ...], gathered: int) -> str:
+    """As layers with scales by channel ask for them: first products of so many columns, or few rows, gather."""
+    whole = [
+        f"M={t * j} N={n} K={k} E={e} fast_accum=True"
+        + (f" gather={j}" if i % 2 == 0 and (n <= gathered or t * j <= 8 * e) else "")
+        for i, (e, j, n, k) in enumerate(EXPERTS) for t in tokens
+    ]  # fmt: skip
+    return "; ".join(whole)
 
 
 def tables(name: str, op: str, wanted: str, seconds: float, fills: str, more: tuple[str, ...] = ()) -> Measurement:
@@ -89,15 +100,21 @@ TABLES = (
     tables("tables_few_full", "scaled_mm", cases((1, 16, 64), LAYERS), 60, "autotune_db: up to 64 tokens", SHARES),
     tables("tables_grouped", "grouped_scaled_mm_group", expert_cases((1024, 4096)), 80,
            "autotune_db: 16 layers of experts", EXPERT_STREAMS),
-    tables("verify_scaled_mm", "scaled_mm", cases((4, 32, 256, 512, 2048), ((2112, 7168), (4096, 4096), (28672, 4096)))
+    tables("tables_experts_channel", "grouped_scaled_mm", layer_cases((4, 16, 64, 256, 1024, 4096), 4096), 110,
+           "autotune_db: layers of experts, scales by channel", ("--all-of", "gluon", "--max-candidates", "32")),
+    tables("tables_experts_few", "grouped_scaled_mm_group", expert_cases((4, 16, 64, 256)), 60,
+           "autotune_db: layers of experts, scales by block, few tokens", ("--max-candidates", "28")),
+    tables("tables_gpt_oss", "grouped_mm_shuffled", "; ".join(
+           f"M={4 * t} N={n} K=2880 E=128 bias=True{more}" for t in (1, 4, 16, 64, 256, 1024, 4096)
+           for n, more in ((5760, " act=swigluoai"), (2880, ""))), 40, "autotune_db: gpt-oss-120b's experts", ("--max-candidates", "32")),
+    tables("verify_scaled_mm", "scaled_mm", cases((4, 48, 256, 512, 2048), ((2112, 7168), (4096, 4096), (28672, 4096)))
            + "; " + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*: 15 new token counts, 12 shapes"),
-    tables("verify_group", "scaled_mm_group", cases((32, 512), LAYERS, COLUMN) + "; "
+    tables("verify_group", "scaled_mm_group", cases((48, 512), LAYERS, COLUMN) + "; "
            + cases((16, 128, 1024), NEW_LAYERS, COLUMN), 60, "tests/tune_data/verify_*", STREAMS),
-    tables("verify_weight_only", "mm_weight_only", cases((64, 512), LAYERS) + "; "
+    tables("verify_weight_only", "mm_weight_only", cases((32, 256), LAYERS) + "; "
            + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*"),
-    tables("verify_shuffled", "mm_shuffled", cases((4, 32, 512), ((4096, 4096), (28672, 4096)), ("weight=mxfp4/bf16",
-           "weight=nvfp4/bf16")) + "; " + cases((16, 64, 1024), ((2112, 7168), (8192, 28672)), ("weight=mxfp4/bf16",
-           "weight=nvfp4/bf16")), 50, "tests/tune_data/verify_*"),
+    tables("verify_shuffled", "mm_shuffled", cases((4, 24, 128, 512), ((4096, 4096), (28672, 4096)), MXFP4_NVFP4)
+           + "; " + cases((16, 64, 1024), ((2112, 7168), (8192, 28672)), MXFP4_NVFP4), 50, "tests/tune_data/verify_*"),
     tables("verify_packed", "mm_packed", cases((512, 2048), ((4096, 4096), (28672, 4096)),
            ("pair=mxfp8_e4m3/mxfp8_e4m3",)) + "; " + cases((1024, 4096), ((2112, 7168), (8192, 28672)),
            ("pair=mxfp8_e4m3/mxfp8_e4m3",)), 40, "tests/tune_data/verify_*"),
@@ -160,7 +177,8 @@ DENSE_PARTS = (
     dense("dense_weight_only", FEW[:3], 50, "fp8_weight_only", "int8_weight_only"),
     dense("dense_int8_many", MANY, 50, "int8_token"),
     dense("dense_rest", FEW[3:], 50, "fp8_token", "fp8_weight_only", "int8_token"),
-    dense("dense_tensor", (*FEW, *MANY), 150, "fp8_tensor"),
+    dense("dense_tensor_few", FEW, 40, "fp8_tensor"),
+    dense("dense_tensor_many", MANY, 60, "fp8_tensor"),
 )
 
 PLAN = (

@@ -57,6 +57,7 @@ def capture(call: Callable[[Any], Any], sets: Sequence[Any]) -> torch.cuda.CUDAG
     with torch.cuda.graph(graph):
         for s in sets:
             call(s)
+    graph.reads = call, sets  # its kernels have addresses alone, also of what a peer made beside its arguments
     return graph
 
 
