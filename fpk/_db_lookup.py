@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fpk._db_scale import Products, expected, full_rate, of_tokens, tile
+from fpk._db_scale import Products, expected, full_rate, of_tokens, tile, worth
 from fpk._db_sources import MemorySource, Source
 from fpk._db_table import SIZES, Row, Run, parse_runs, parse_table
 from fpk.device import Device
@@ -26,8 +26,6 @@ NEAR_LIMIT = 1.1
 # Flags of the epilogue: a call that differs from every recorded one in these alone takes their rows as near ones. All
 # others (formats, granularities, accumulation) change the loop, and a row says nothing across them.
 SOFT_FLAGS = frozenset({"bias", "zero_point", "out_dtype"})
-# And so do products whose operands are scaled as a whole or by rows: the epilogue multiplies by either
-_SCALED_AT_THE_END = frozenset((name, how) for name in ("a", "b") for how in ("tensor", "token", "channel"))
 # Products' rows are scaled by their work (`fpk._db_scale`) before they are compared, so they reach farther: a factor of
 # 16 in one size
 SCALED_LIMIT = 4.1
@@ -36,6 +34,10 @@ _SCALED = 3  # shapes whose rows are scaled and compared
 _OFFERED = 4  # rows of them that are offered
 _MEMO_LIMIT = 16_384
 _GPU_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<product>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm_count>\d+)(-(?P<mig>.+))?")
+
+
+THE_DEFAULT: list[dict[str, Any]] = []
+"""What a table offers where the op's own choice is as good as its neighbours' rows."""
 
 
 class Answer(NamedTuple):
@@ -88,7 +90,14 @@ class Table:
         m, n, k = key["M"], key["N"], key["K"]
         near = products.near(_log2(m), _log2(n), _log2(k), SCALED_LIMIT, _SCALED)
         found = expected(near, m, n, k, sm_count, products.rate)
-        return [(us, distance, replace(row, config=of_tokens(row.config, m))) for us, _, distance, row in found[:count]]
+        return [
+            (us, distance, replace(row, config=of_tokens(row.config, m)))
+            for us, _, distance, row in found[: worth(found, count)]
+        ]
+
+    def prefers_default(self, key: Mapping[str, Any], sm_count: int) -> bool:
+        """Is it expected to be as fast as what was measured nearby?"""
+        return self.configs(key, sm_count, 1 << 62) is THE_DEFAULT
 
     def configs(self, key: Mapping[str, Any], sm_count: int, shared_limit: int) -> list[dict[str, Any]] | None:
         """What `Tables` offers from a single table whose times can be scaled, in its order; None if they cannot."""
@@ -99,12 +108,16 @@ class Table:
         near = products.near(_log2(m), _log2(n), _log2(k), SCALED_LIMIT, _SCALED)
         if not near:
             return []  # what is too far to be scaled is too far for the level "nearest"
+        if near[0][0] and not any([gains for _, _, _, gains in near]):
+            return THE_DEFAULT
         found = expected(near, m, n, k, sm_count, products.rate)
         if not found:
             return None
         exact = self.exact(key) if near[0][0] == 0 else []
         kept = [row for row in exact if _answers_itself(row)]
-        kept += [row for _, _, distance, row in found[:_OFFERED] if distance or not exact]
+        kept += [row for _, _, distance, row in found[: worth(found, _OFFERED)] if distance or not exact]
+        if not kept:
+            return THE_DEFAULT
         return [of_tokens(row.config, m) for row in kept if row.shared_bytes <= shared_limit]
 
     def _products_like(self, key: Mapping[str, Any], sm_count: int) -> Products | None:
@@ -120,7 +133,7 @@ class Table:
     def _made_ready(self, flags: frozenset[Any], sm_count: int) -> Products | None:
         """The recorded shapes with these flags (SOFT_FLAGS apart), and the rate that none of them exceeds."""
         shapes = self._shapes_like(flags)
-        ready = []
+        ready: list[Any] = []
         names: dict[Any, int] = {}  # numbers and plain tuples are what is cheapest to compare and to take apart
         for logs, ms, blocks in shapes:
             tiles = [[tile(row, self._sm_count or sm_count) for row in block] for block in blocks]
@@ -128,8 +141,8 @@ class Table:
             if list(map(len, whole)) != list(map(len, tiles)):
                 return None
             ready.append((*logs, ms, whole))
-        rate = full_rate(row for _, _, blocks in shapes for block in blocks for row in block)
-        return Products(rate, ready) if rate else None  # type: ignore[arg-type]  # sizes but M are N and K; plain Tiles
+        rate = full_rate(t for *_, blocks in ready for block in blocks for t in block)
+        return Products(rate, ready) if rate else None  # sizes but M are N and K; plain Tiles
 
     def _shapes_like(self, flags: frozenset[Any]) -> list[_Shape]:
         """Recorded shapes with these flags, or with their like."""
@@ -186,7 +199,7 @@ def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _hard(flags: frozenset[Any]) -> frozenset[Any]:
-    return frozenset([item for item in flags if item[0] not in SOFT_FLAGS and item not in _SCALED_AT_THE_END])
+    return frozenset([item for item in flags if item[0] not in SOFT_FLAGS])
 
 
 _SIZE_SET = frozenset(SIZES)
@@ -250,11 +263,12 @@ class Tables:
             tables = self._present.get((gpu_id(device), op), ())
             if len(tables) == 1:  # the usual case, without the words that `answers` adds
                 configs = tables[0][1].configs(key, device.sm_count, device.shared_limit)
-            if not configs:
-                offers = self._offers if configs is None else self._of_siblings
+            if not configs and configs is not THE_DEFAULT:
+                is_far = configs is not None
+                offers = self._of_siblings if is_far else self._offers
                 configs = [row.config for _, row, _, _, _ in offers(op, key, device)]
-            if not configs:
-                self._say_missing(op, key, device)
+                if not configs and (is_far or not self._prefers_default(op, key, device)):
+                    self._say_missing(op, key, device)
             if len(self._memo) >= _MEMO_LIMIT:
                 self._memo.clear()
             self._memo[memo_key] = configs
@@ -281,7 +295,11 @@ class Tables:
         gpu = gpu_id(device)
         limit, sm_count = device.shared_limit, device.sm_count
         found = [offer for offer in self._of_gpu(op, key, gpu, sm_count) if offer[1].shared_bytes <= limit]
-        return found or self._of_siblings(op, key, device)
+        return found if found or self._prefers_default(op, key, device) else self._of_siblings(op, key, device)
+
+    def _prefers_default(self, op: str, key: Mapping[str, Any], device: Device) -> bool:
+        tables = self._present.get((gpu_id(device), op), ())
+        return any(table.prefers_default(key, device.sm_count) for _, table in tables)
 
     def _of_siblings(self, op: str, key: Mapping[str, Any], device: Device) -> list[_Offer]:
         gpu, limit, sm_count = gpu_id(device), device.shared_limit, device.sm_count
@@ -315,7 +333,7 @@ class Tables:
         for _, i, distance, row in scaled:
             if distance or not exact:  # at distance 0 these are the exact rows again
                 offers.append(("nearest", row, gpu, tables[i][0], distance))
-        if scaled or not tables:
+        if scaled or any(table.configs(key, sm_count, 1 << 62) is not None for _, table in tables):
             return offers
         near = [(d, i, block) for i, (_, table) in enumerate(tables) for d, block in table.nearest(key)]
         if len(tables) > 1:

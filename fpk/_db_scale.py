@@ -21,6 +21,9 @@ STARTING_US = 2.5  # of a further wave, where every tile is a program of its own
 ALONE = 1.3  # waves that a single one counts as where one program leaves a multiprocessor half idle
 FULL_RATE = 1.0  # share of the fastest row's elements per microsecond that other shapes reach too
 DOUBT = 0.08  # an estimate from a shape twice as large in one size counts as so much slower
+LEFT_OVER = 1.1  # multiprocessors that a program of a cluster of four takes
+M_LIMIT = 2.0  # rows of a fourth of the tokens, and of four times as many, say nothing
+BEATS = 1.02  # a row answers for other shapes if the default took so many times as long at its own
 TALL = 4  # tiles of so many times as many rows as there are tokens are passed over
 
 _MS_HELD = 64  # token counts whose neighbours are kept at hand
@@ -31,7 +34,8 @@ class Tile(NamedTuple):
     """A product's row taken apart; `moving` is microseconds a wave and step, `name` tells equal configs.
 
     split: parts of K; 0 where programs take even shares of all tiles' steps, whatever the waves. wide: multiprocessors
-    that a tile takes. least: waves that there are at least. starting: microseconds of every further wave.
+    that a tile takes. least: waves that there are at least. starting: microseconds of every further wave. fixed: of a
+    launch, whatever its size.
     """
 
     name: frozenset[tuple[str, Any]]
@@ -39,10 +43,11 @@ class Tile(NamedTuple):
     block_n: int
     block_k: int
     split: int
-    wide: int
+    wide: float
     least: float
     moving: float
     starting: float
+    fixed: float
     row: Row
 
 
@@ -64,19 +69,20 @@ def tile(row: Row, sm_count: int) -> Tile | None:
         return None
     if any(name in key for name in _OTHER):
         return None
-    kernel, wide, least = config.get("kernel"), 1, 1.0
+    kernel, wide, least = config.get("kernel"), 1.0, 1.0
     if kernel == "persistent" or (split == 1 and "format" in key):  # several programs a multiprocessor
         least = min(float(_count(config.get("PER_SM")) or 1), ALONE)
     elif kernel in ("ordered", "late"):  # the programs of a cluster have neighbouring tiles of tokens
         wide = _count(config.get("CLUSTER")) or 1
     starting = STARTING_US if kernel in ("joint", "shares") and split else 0.0
+    if starting and split >= 4:  # clusters: groups of multiprocessors do not divide by four
+        wide = LEFT_OVER
     name = frozenset(of_tokens(config, 1).items())
-    one = Tile(name, block_m * wide, block_n, block_k, split, wide, least, 1.0, starting, row)
+    fixed = LAUNCH_US if split else LAUNCH_US + SHARING_US + block_m * block_n * SHARING_US_PER_OUTPUT
+    one = Tile(name, block_m * max(int(wide), 1), block_n, block_k, split, wide, least, 1.0, starting, fixed, row)
     waves = _waves(one, m, n, sm_count)
-    fixed = (
-        LAUNCH_US + (split_us(split, m * n) if split else sharing_us(block_m * block_n)) + max(waves - 1, 0) * starting
-    )
-    return one._replace(moving=max(row.us - fixed, row.us / 4) / (waves * _steps(one, k)))
+    apart = fixed + split_us(split, m * n) + max(waves - 1, 0) * starting
+    return one._replace(moving=max(row.us - apart, row.us / 4) / (waves * _steps(one, k)))
 
 
 def of_tokens(config: dict[str, Any], m: int) -> dict[str, Any]:
@@ -91,23 +97,22 @@ def split_us(split: int, outputs: int) -> float:
     return split * outputs * SPLIT_US_PER_OUTPUT if split > 1 else 0.0
 
 
-def sharing_us(outputs: int) -> float:
-    return SHARING_US + outputs * SHARING_US_PER_OUTPUT
-
-
 def elements(m: int, n: int, k: int) -> int:
     """Elements that a product reads and writes, the 16-bit output as two."""
     return m * k + n * k + 2 * m * n
 
 
-def full_rate(rows: Iterable[Row]) -> float:
+def full_rate(tiles: Iterable[Tile]) -> float:
     """Elements per microsecond that no row of a table exceeds."""
     rates = []
-    for row in rows:
+    for *_, fixed, row in tiles:
         m, n, k = (_count(row.key.get(size)) for size in ("M", "N", "K"))
-        if row.us > 0 and m and n and k:
-            rates.append(elements(m, n, k) / max(row.us - LAUNCH_US, 0.3 * row.us))
+        rates.append(elements(m, n, k) / max(row.us - fixed, 0.3 * row.us))
     return max(rates, default=0.0)
+
+
+Near = tuple[float, int, list[Tile], bool]
+"""A recorded shape: distance, position, tiles, and whether one of them beat the default there."""
 
 
 class Products:
@@ -119,35 +124,32 @@ class Products:
     def __init__(self, rate: float, shapes: Sequence[tuple[float, float, list[float], list[list[Tile]]]]) -> None:
         self.rate = rate
         self._shapes = shapes
-        self._by_m: dict[float, list[tuple[float, float, list[tuple[float, int, list[Tile]]]]]] = {}
+        self._by_m: dict[float, list[tuple[float, float, float, int, list[Tile], bool]]] = {}
 
-    def near(self, m: float, n: float, k: float, limit: float, count: int) -> list[tuple[float, int, list[Tile]]]:
-        """(distance, position, tiles) of the `count` recorded shapes closest to these logarithms, none beyond `limit`.
+    def near(self, m: float, n: float, k: float, limit: float, count: int) -> list[Near]:
+        """The `count` recorded shapes closest to these logarithms, none beyond `limit`.
 
         Of each (N, K) the recorded M that is equal or the next larger one, and those on both sides of it, count.
         """
         shapes = self._by_m.get(m)
         if shapes is None:
             shapes = self._around(m)
-        found = []
-        for log_n, log_k, around in shapes:
-            base = abs(log_n - n) + abs(log_k - k)
-            if base <= limit:
-                for gap, position, tiles in around:
-                    if base + gap <= limit:
-                        found.append((base + gap, position, tiles))
+        found = [
+            (distance, position, tiles, gains)
+            for log_n, log_k, gap, position, tiles, gains in shapes
+            if (distance := abs(log_n - n) + abs(log_k - k) + gap) <= limit
+        ]
         found.sort()  # positions are unique: tiles are never compared
         return found[:count]
 
-    def _around(self, m: float) -> list[tuple[float, float, list[tuple[float, int, list[Tile]]]]]:
-        shapes, position = [], 0
+    def _around(self, m: float) -> list[tuple[float, float, float, int, list[Tile], bool]]:
+        shapes: list[tuple[float, float, float, int, list[Tile], bool]] = []
         for log_n, log_k, ms, tiles in self._shapes:
-            at, around = bisect_left(ms, m), []
+            at = bisect_left(ms, m)
             for i in (at - 1, at, at + 1):
-                if 0 <= i < len(ms):
-                    around.append((abs(ms[i] - m), position, tiles[i]))
-                    position += 1
-            shapes.append((log_n, log_k, around))
+                if 0 <= i < len(ms) and abs(ms[i] - m) < M_LIMIT:
+                    gains = any(beats(t[-1]) for t in tiles[i])
+                    shapes.append((log_n, log_k, abs(ms[i] - m), len(shapes), tiles[i], gains))
         if len(self._by_m) >= _MS_HELD:
             self._by_m.clear()
         self._by_m[m] = shapes
@@ -155,46 +157,54 @@ class Products:
 
 
 def expected(
-    near: Iterable[tuple[float, int, Sequence[Tile]]], m: int, n: int, k: int, sm_count: int, rate: float
+    near: Iterable[Near], m: int, n: int, k: int, sm_count: int, rate: float
 ) -> list[tuple[float, int, float, Row]]:
     """(microseconds at M, N, K, position, distance, row) of each config, the fastest expected first.
 
-    near: (distance, position, tiles) of recorded shapes, the closest first; a config counts where it is met first.
+    near: recorded shapes, the closest first; a config counts where it is met first.
     """
     floor = FULL_RATE * elements(m, n, k) / rate if rate else 0.0
     per_split = m * n * SPLIT_US_PER_OUTPUT
     too_tall = max(TALL * m, 17)
     seen: set[Any] = set()
     found: list[tuple[float, int, float, Row]] = []
-    for distance, _, tiles in near:
+    for distance, _, tiles, _ in near:
         doubt = 1 + DOUBT * distance
-        for name, block_m, block_n, block_k, split, wide, least, moving, starting, row in tiles:
+        for name, block_m, block_n, block_k, split, wide, least, moving, starting, fixed, row in tiles:
             if block_m >= too_tall or name in seen:
                 continue
             seen.add(name)
             # waves times steps; x // -y rounds away from zero
+            steps: float = -(k // -block_k)
             if split == 0:
-                us = moving * (m // -block_m) * (n // -block_n) * -(k // -block_k) / sm_count
-                us = (us if us > floor else floor) + LAUNCH_US + sharing_us(block_m * block_n)
-                found.append((us * doubt, len(found), distance, row))
-                continue
-            waves: float = -((m // -block_m) * (n // -block_n) * split * wide // -sm_count)
-            if waves < least:
-                waves = least
-            us = moving * waves
-            if split > 1:
-                steps = -(k // -block_k) / split
-                if steps > 1:
-                    us *= steps
-                us = (us if us > floor else floor) + LAUNCH_US + split * per_split
+                us = moving * (m // -block_m) * (n // -block_n) * steps / sm_count
+                us = (us if us > floor else floor) + fixed
             else:
-                us *= -(k // -block_k) or 1
-                us = (us if us > floor else floor) + LAUNCH_US
-            if starting:
-                us += (waves - 1) * starting
+                waves: float = -((m // -block_m) * (n // -block_n) * split * wide // -sm_count)
+                if waves < least:
+                    waves = least
+                if split > 1:
+                    fixed += split * per_split
+                    steps = steps / split if steps > split else 1.0
+                us = moving * waves * steps
+                us = (us if us > floor else floor) + fixed + (waves - 1) * starting
             found.append((us * doubt, len(found), distance, row))
     found.sort()
     return found
+
+
+def worth(found: Sequence[tuple[float, int, float, Row]], count: int) -> int:
+    """How many of the first `count` answers are worth more than the op's default, which fits itself to a shape: the
+    first ones up to one that did not beat it where it was measured."""
+    for number, (_, _, distance, row) in enumerate(found[:count]):
+        if distance and not beats(row):
+            return number
+    return min(count, len(found))
+
+
+def beats(row: Row) -> bool:
+    """Did it beat the default at its own shape? True where nobody knows."""
+    return not row.default_us or row.us * BEATS < row.default_us
 
 
 def _waves(one: Tile, m: int, n: int, sm_count: int) -> float:

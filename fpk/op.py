@@ -286,10 +286,15 @@ def op(*, reference: Callable[P, R], **parts: Any) -> Callable[[Callable[..., R]
     return declare
 
 
-@functools.cache
 def _constexprs(kernel: Any) -> frozenset[str]:
     """Names of a jitted (or interpreted) function's constexpr parameters."""
-    parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters.values()
+    return _names_of_constexprs(getattr(kernel, "fn", kernel))
+
+
+@functools.cache
+def _names_of_constexprs(function: Callable[..., Any]) -> frozenset[str]:
+    """Of the Python function: a jitted one is hashed by its sources, which Gluon's in the interpreter do not allow."""
+    parameters = inspect.signature(function).parameters.values()
     return frozenset(p.name for p in parameters if "constexpr" in str(p.annotation))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import fpk
 from fpk import db
-from fpk.device import pretend_triton
+from fpk.device import pretend, pretend_triton
 from fpk.tune.arguments import legal_candidates, outline
 from fpk.tune.export import read_trials
 from fpk.tune.lint import device_of
@@ -33,7 +33,19 @@ DATA = Path(__file__).parent / "tune_data"
 VERIFY = sorted(DATA.glob("verify_*.parquet"))
 EXHAUSTIVE = sorted(DATA.glob("exhaustive_*.parquet"))
 TUNED = sorted(DATA.glob("tuned_*.parquet"))
+TRITON = "3.6.0"  # that the logs are of
 GONE = {"scaled_mm": "alternate", "scaled_mm_group": "pairs"}  # kernels that logs speak of and that lost
+
+
+def defaults_of(trials):
+    """{op: {key: the config that the op takes by itself, as JSON}} where these trials were measured."""
+    found = {}
+    for op, key, case, gpu in sorted({(t.op, t.key, t.case, t.gpu) for t in trials}):
+        bound, device = outline(fpk.OPS[op], fpk.db.parse_case(case)), device_of(gpu)
+        with pretend(device), pretend_triton(TRITON):
+            config = next(c for c in fpk.OPS[op].configs(**bound) if fpk.OPS[op].is_legal(c, bound, device))
+        found.setdefault(op, {})[key] = canonical(config)
+    return found
 
 
 class Log:
@@ -84,9 +96,10 @@ def test_a_warm_search_needs_thirty_trials(log):
 
 @pytest.fixture(scope="module", params=TUNED, ids=lambda p: p.stem)
 def tuned(request):
+    """{op: (times, each key's default)}"""
     trials = read_trials(request.param)
     screened = [t for t in trials if t.stage == "screen"]  # one scale: finals ran warmer, up to a fifth slower
-    return {op: times_of(screened, op) for op in sorted({t.op for t in trials})}
+    return {op: (times_of(screened, op), defaults) for op, defaults in defaults_of(trials).items()}
 
 
 def test_look_up_answers_unseen_layers_well(tuned):
@@ -94,7 +107,7 @@ def test_look_up_answers_unseen_layers_well(tuned):
 
     (Of four token counts that lie a factor of eight apart none can be hidden: those between them are verified below.)
     """
-    regrets = [r for times in tuned.values() for r in lookup_regret(times, "layer")]
+    regrets = [r for times, default in tuned.values() for r in lookup_regret(times, "layer", defaults=default)]
     middle, p95 = summary(regrets)
     assert len(regrets) >= 60 and middle <= 8.0 and p95 <= 20.0, sorted((r.percent, r.key) for r in regrets)[-8:]
 
@@ -102,12 +115,12 @@ def test_look_up_answers_unseen_layers_well(tuned):
 def test_look_up_answers_token_counts_between_those_of_a_layer_well(tuned):
     """Where a layer's token counts lie a factor of four apart, those between two others are hidden in turn."""
     regrets = []
-    for times in tuned.values():
+    for times, default in tuned.values():
         counts: dict[str, list[int]] = {}
         for key in times:
             shape = json.loads(key)
             counts.setdefault(json.dumps(shape | dict(M=0)), []).append(shape["M"])
-        for r in lookup_regret(times, "M"):
+        for r in lookup_regret(times, "M", defaults=default):
             shape = json.loads(r.key)
             sizes = counts[json.dumps(shape | dict(M=0))]
             if {shape["M"] // 4, shape["M"] * 4} <= set(sizes):
@@ -118,29 +131,32 @@ def test_look_up_answers_token_counts_between_those_of_a_layer_well(tuned):
 
 @pytest.fixture(scope="module", params=VERIFY, ids=lambda p: p.stem)
 def verified(request):
-    """Per op and key that no shipped row has: is the same for other M shipped, and what does the answer cost, in %."""
+    """Per op and key that no shipped row has: is the same for other M shipped, and what does the answer cost, in %.
+
+    The first answer that was measured counts, the op's default where there is none. Logs are as old as the tables and
+    estimates of their day: where those have changed since, another answer comes first now and then.
+    """
     shipped = db.Tables(db.DirectorySource(db.packaged_directory(), "packaged"))
-    trials, found = read_trials(request.param), []
+    trials, found, later = read_trials(request.param), [], 0
+    defaults = defaults_of(trials)
     for op, gpu in sorted({(t.op, t.gpu) for t in trials}):
         device = device_of(gpu)
         layers = [{n: v for n, v in r.key.items() if n != "M"} for r in shipped.table(0, gpu, op).rows]
         for key, times in times_of([t for t in trials if t.stage == "screen"], op, gpu).items():
             shape = json.loads(key)
-            answers = [a for a in shipped.answers(op, shape, device) if canonical(a.row.config) in times]
-            assert answers, f"{op} {key}: what the look-up answers was not measured"
-            if answers[0].level != "exact":
-                regret = 100 * (times[canonical(answers[0].row.config)] / min(times.values()) - 1)
-                found.append(({n: v for n, v in shape.items() if n != "M"} in layers, regret, f"{op} {key}"))
+            answers = shipped.answers(op, shape, device)
+            if answers and answers[0].level == "exact":
+                continue
+            offered = [*(canonical(a.row.config) for a in answers), defaults[op][key]]
+            answer = next(config for config in offered if config in times)
+            later += answer != offered[0]
+            regret = 100 * (times[answer] / min(times.values()) - 1)
+            found.append(({n: v for n, v in shape.items() if n != "M"} in layers, regret, f"{op} {key}"))
+    assert later <= 0.1 * len(found), f"{later} of {len(found)} answers were not measured"
     return found
 
 
-MISSED = "8 shapes, not 12; 64 tokens of 2112 x 7168 cost 20.9 %: with full accuracy no row lies between 16 and 128"
-
-
-@pytest.mark.parametrize(
-    "known_layer,median,worst",
-    [(False, 8.0, 20.0), pytest.param(True, 5.0, 12.0, marks=pytest.mark.xfail(strict=True, reason=MISSED))],
-)
+@pytest.mark.parametrize("known_layer,median,worst", [(False, 8.0, 20.0), (True, 5.0, 12.0)])
 def test_shipped_rows_answer_shapes_they_do_not_have(verified, known_layer, median, worst):
     regrets = sorted((regret, where) for known, regret, where in verified if known is known_layer)
     assert len(regrets) >= 12

@@ -4,7 +4,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fpk import db
@@ -127,9 +127,13 @@ def _table(times: Times, ranks: int) -> db.Table:
     return db.Table([row for key, found in _ordered(times) for row in _rows(key, found[:ranks])])
 
 
-def _shipped(times: Times, sm_count: int) -> db.Table:
+def _shipped(times: Times, sm_count: int, defaults: Mapping[str, str]) -> db.Table:
     """As tables hold them: the fastest config of each key, and of a product each other tile's fastest."""
-    return db.Table([row for key, found in _ordered(times) for row in _rows(key, distinct_tiles(found, 1))], sm_count)
+    rows = []
+    for key, found in _ordered(times):
+        default_us = times[key].get(defaults.get(key, ""), 0.0)
+        rows += [replace(row, default_us=default_us) for row in _rows(key, distinct_tiles(found, 1))]
+    return db.Table(rows, sm_count)
 
 
 def _ordered(times: Times) -> list[tuple[str, list[tuple[str, float]]]]:
@@ -140,12 +144,16 @@ def _rows(key: str, found: Sequence[tuple[str, float]]) -> list[db.Row]:
     return [db.Row(json.loads(key), n, json.loads(c), us, 0.0, 0.0, 0, "", "") for n, (c, us) in enumerate(found, 1)]
 
 
-def lookup_regret(times: Times, hide: str, sm_count: int = 132) -> list[Regret]:
+def lookup_regret(
+    times: Times, hide: str, sm_count: int = 132, defaults: Mapping[str, str] | None = None
+) -> list[Regret]:
     """Regret of the look-up's answer from other shapes when a shape's own rows are hidden.
 
     hide: "layer" hides every M of the shape's (N, K, ...); "M" hides only the key itself, so its layer remains.
-    A config that was not measured at the shape (it was not legal there) is passed over, as a look-up does.
+    A config that was not measured at the shape (it was not legal there) is passed over, as a look-up does. defaults:
+    each key's default config, which answers where the look-up has none.
     """
+    defaults = defaults or {}
     result = []
     for key, by_config in times.items():
         shape = json.loads(key)
@@ -156,12 +164,15 @@ def lookup_regret(times: Times, hide: str, sm_count: int = 132) -> list[Regret]:
             if k != key and (hide == "M" or {n: v for n, v in json.loads(k).items() if n != "M"} != rest)
         }
         best = min(by_config.values())
-        table = _shipped(known, sm_count)
+        table = _shipped(known, sm_count, defaults)
         rows = [row for _, _, row in table.scaled(shape, sm_count, len(by_config))]
-        rows = rows or [row for _, block in table.nearest(shape) for row in block]
+        if not rows and not table.prefers_default(shape, sm_count):
+            rows = [row for _, block in table.nearest(shape) for row in block]
         offered = [text for row in rows if (text := canonical(row.config)) in by_config]
+        level = "nearest" if offered else "default"
+        offered += [text for text in [defaults.get(key)] if text in by_config]
         if offered:
-            result.append(Regret(key, 100 * (by_config[offered[0]] / best - 1), level="nearest"))
+            result.append(Regret(key, 100 * (by_config[offered[0]] / best - 1), level=level))
     return result
 
 

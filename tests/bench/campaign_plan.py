@@ -106,7 +106,8 @@ TABLES = (
            "autotune_db: layers of experts, scales by block, few tokens", ("--max-candidates", "28")),
     tables("tables_gpt_oss", "grouped_mm_shuffled", "; ".join(
            f"M={4 * t} N={n} K=2880 E=128 bias=True{more}" for t in (1, 4, 16, 64, 256, 1024, 4096)
-           for n, more in ((5760, " act=swigluoai"), (2880, ""))), 40, "autotune_db: gpt-oss-120b's experts", ("--max-candidates", "32")),
+           for n, more in ((5760, " act=swigluoai"), (2880, ""))), 40, "autotune_db: gpt-oss-120b's experts",
+           ("--max-candidates", "32")),
     tables("verify_scaled_mm", "scaled_mm", cases((4, 48, 256, 512, 2048), ((2112, 7168), (4096, 4096), (28672, 4096)))
            + "; " + cases((16, 128, 1024), NEW_LAYERS), 60, "tests/tune_data/verify_*: 15 new token counts, 12 shapes"),
     tables("verify_group", "scaled_mm_group", cases((48, 512), LAYERS, COLUMN) + "; "

@@ -56,9 +56,10 @@ def group_estimate(config: Config, M: int, N: int, K: int, sms: int) -> float:
     if kernel == "joint":  # a program that ends leaves its place to one that begins anew
         time = waves * cdiv(steps, cluster) * (0.135 + 0.00063 * n) + (waves - 1) * (2 + 0.0375 * n)
         return max(4.2 + 2.6 * (cluster - 1) + time, 3 + (N + M) * K / 3.75e6)
-    if kernel == "warps" and m == 128 and n in (128, 192) and config["SPLIT_K"] == 1:
-        step, rest = (0.451, 1.6) if n == 128 else (0.68, 2.4)
-        return 3 + cdiv(cdiv(M, m) * cdiv(N, n), sms) * (steps * step + rest)
+    if kernel == "warps" and m == 128 and n in (128, 192):
+        (step, rest), split = (0.451, 1.6) if n == 128 else (0.68, 2.4), config["SPLIT_K"]
+        sums = 4e-6 * M * N * split if split > 1 else 0.0
+        return 3 + cdiv(cdiv(M, m) * cdiv(N, n) * split, sms) * (cdiv(steps, split) * step + rest) + sums
     return 1.2 * estimate(config, M, N, K, sms)
 
 

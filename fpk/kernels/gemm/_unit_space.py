@@ -56,6 +56,8 @@ def unit_warps_configs(M: int, N: int, six: bool, fp8: bool, sms: int) -> Iterat
             return
     if not fp8:  # the wider tile reads less, and is the first unless it leaves more of a wave idle
         narrow, wide = (cdiv(cdiv(M, m) * cdiv(N, 2 * ROWS), sms) * m for m in (128, 256))
+        if cdiv(M, 256) * cdiv(N, 2 * ROWS) <= 0.6 * sms < cdiv(M, 128) * cdiv(N, 2 * ROWS):
+            yield _warps(128, 2, 2, 2, 1)  # even shares fill what either tile leaves idle
         if wide <= 1.12 * narrow:
             yield _warps(256, 2, 1, 2 if six else 3, -1)
     yield _warps(128, 2, 2, 3, 1) if fp8 else _warps(128, 2, 2, 2, -1)

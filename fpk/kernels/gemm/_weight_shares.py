@@ -195,6 +195,10 @@ def shares_configs(M: int, N: int, K: int, sms: int) -> Iterator[Config]:
             yield pair
         yield from (tall, wide, pair, shares(m, 1, 1, 4, 2, 2, 1, 0, 1), shares(m, 2, 1, 6, 1, 1, 1, 0, 4))
     elif M <= 256:
+        if N * K <= 30_000_000 if M <= 128 else 6 * cdiv(N, 128) <= sms:
+            yield shares(64, 1, 2, 3, 1, 1, cdiv(M, 64), 0, 1)
+        elif K <= 2048 and N < 16384:  # parts would take too much of short products
+            yield shares(128, 2, 1, 4, 0, 1, cdiv(M, 128), 0, 1)
         if N * K > 70_000_000 and M > 128:
             yield shares(128, 2, 1, 4, 1, 1, cdiv(M, 128), 1, 1)
         yield shares(128, 2, 1, 4, 1, 1, cdiv(M, 128), 0, 1)

@@ -178,8 +178,7 @@ def configs(a: Tensor, b: Tensor, cols: int, **_: Any):
     if of(a.device).arch == "sm90":
         (N, K), sms = b.shape, of(a.device).sm_count
         older = weight_only_configs(M, N, sms)
-        # sums that programs share would take too much of short products; whole tiles nearly fill one wave
-        if (64 < M <= 256 and K <= 2048 and N < 16384) or (32 < M <= 64 and 0.7 * sms <= triton.cdiv(N, 256) <= sms):
+        if 32 < M <= 64 and 0.7 * sms <= triton.cdiv(N, 256) <= sms:  # whole tiles nearly fill one wave
             yield from itertools.islice(older, 1)
         yield from shares_configs(M, N, K, sms)
         yield from older
