@@ -190,6 +190,8 @@ class Campaign:
 
     def begin_some(self, now: float) -> None:
         self.turns(now)
+        if any(j.plan.host and j.state == "measures" for j in self.jobs):
+            return  # also what is stopped at once has imported something by then
         ahead = sum(j.state in ("prepares", "ready") for j in self.jobs)
         others = sum(j.state == "runs" for j in self.jobs)
         for job in self.jobs:

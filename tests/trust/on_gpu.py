@@ -10,9 +10,11 @@ Inputs are made on the CPU, so that a checker sees fpk's kernels and little else
 """
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +68,49 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def launches(op: Op, compare: bool) -> int:
-    count = 0
+def aligned(op: Op) -> Iterator[dict[str, Any]]:
+    """Cases of round sizes, which kernels of few GPUs want, with all else as it is by itself, or one option changed."""
+    options = [{}, *({name: value} for name, choices in op.domain.items() if name not in "MNK" for value in choices)]
+    for option in options:
+        for m, n, k in ((40, 384, 1024), (300, 512, 1024), (2048, 512, 512), (8, 256, 1024), (1, 2048, 2048)):
+            sizes = dict(M=m, N=n, K=k) | (dict(E=3) if "E" in op.domain else {})
+            yield {name: size for name, size in sizes.items() if name in op.domain} | option
+
+
+def of_every_kernel(op: Op) -> Iterator[tuple[dict, dict]]:
+    """(case, config): a few cases with their kernels, then one for each kernel of this GPU that they did not meet."""
+    met: set[Any] = set()
     for case in ample(op)[:CASES]:
         for config in configs(op, arguments(op, case)):
-            args = arguments(op, case)
-            print(f"> {op.name} {config} {case}", flush=True)  # a checker's findings stand behind this line
-            out = results(op, lambda config=config, **given: op.launch(**given, config=config), args)
-            synchronize()
-            count += 1
-            if compare:
-                expected = results(op, op.reference, arguments(op, case))
-                for o, e in zip(tensors(out), tensors(expected), strict=True):
-                    assert_close(o.contiguous(), e.contiguous(), op.tolerance(op.bind(**args)), f"{case} {config}: out")
+            met.add(op.kernel_of(config))
+            yield case, config
+    for case in itertools.chain(aligned(op), ample(op)[CASES:]):
+        try:
+            bound = op.bind(**arguments(op, case))
+            op._validate(bound)
+        except (TypeError, ValueError, NotImplementedError):
+            continue  # sizes that this op does not take, or not alone
+        device = op._device(bound)
+        if all(k in met for k in op.kernels.values() if k.named and (not k.targets or device.arch in k.targets)):
+            return
+        for config in op.configs(**bound):
+            if op.kernel_of(config) not in met and op.is_legal(config, bound, device):
+                met.add(op.kernel_of(config))
+                yield case, config
+
+
+def launches(op: Op, compare: bool) -> int:
+    count = 0
+    for case, config in of_every_kernel(op):
+        args = arguments(op, case)
+        print(f"> {op.name} {config} {case}", flush=True)  # a checker's findings stand behind this line
+        out = results(op, lambda config=config, **given: op.launch(**given, config=config), args)
+        synchronize()
+        count += 1
+        if compare:
+            expected = results(op, op.reference, arguments(op, case))
+            for o, e in zip(tensors(out), tensors(expected), strict=True):
+                assert_close(o.contiguous(), e.contiguous(), op.tolerance(op.bind(**args)), f"{case} {config}: out")
     return count
 
 
@@ -96,8 +128,10 @@ def grown(op: Op) -> dict[str, Any]:
 def repeats(op: Op) -> int:
     """Launches, none of which gave other bits than the first, of every kernel with its work split and whole."""
     case = grown(op)
-    found = configs(op, arguments(op, case))
-    for config in found:
+    found = [(case, config) for config in configs(op, arguments(op, case))]
+    met = {op.kernel_of(config) for _, config in found}
+    found += [(case, config) for case, config in of_every_kernel(op) if op.kernel_of(config) not in met]
+    for case, config in found:
         print(f"> {op.name} {config} {case}", flush=True)
         repeat(op, arguments(op, case), config)
     return TIMES * len(found)
