@@ -76,7 +76,8 @@ TITLES = {
     "fp8_block": "FP8 1 x 128 by 128 x 128", "fp8_weight_only": "bf16 x FP8 channel",
     "int8_weight_only": "bf16 x INT8 channel",
 }  # fmt: skip
-PEERS = {"cutlass": "vLLM's CUTLASS", "deepgemm": "DeepGEMM", "deep_gemm": "DeepGEMM", "torch_bf16": "bf16 product"}
+PEERS = {"cutlass": "vLLM's CUTLASS", "deepgemm": "DeepGEMM", "deep_gemm": "DeepGEMM", "torch_bf16": "bf16 product",
+         "torch plain": "bf16 product"}  # fmt: skip
 ACCUMULATION = {"1": "fast", "0": "full"}
 
 
@@ -184,6 +185,43 @@ def experts() -> str:
                      f"{min(ratios):.2f}", f"{geomean(shares):.2f}"])  # fmt: skip
     header = ["weights:activations", "stage", "tokens", "models", "other", "other / fpk", "lowest", "share of roofline"]
     return table(header, rows)
+
+
+def moves() -> str:
+    """Steps between products, by a device copy of as many bytes: geometric mean and lowest over models."""
+    copy = "device copy of as many bytes"
+    groups: dict[tuple[str, str, int], list[dict[str, str]]] = {}
+    for r in rows_of("moe"):
+        if r["stage"] in ("quantize", "permute", "activation", "unpermute") and int(r["T"]) >= 1024 and r["other"]:
+            groups.setdefault((r["stage"], r["scheme"], int(r["T"])), []).append(r)
+    rows = []
+    for (stage, scheme, tokens), found in sorted(groups.items()):
+        ratios = [float(r["ratio"]) for r in found]
+        others = ", ".join(sorted({r["other"] for r in found} - {copy}))
+        mean, lowest = f"{geomean(ratios):.2f}", f"{min(ratios):.2f}"
+        rows.append([stage, f"`{scheme}`", str(tokens), str(len(found)), mean, lowest, others or "-"])
+    return table(
+        ["step", "weights:activations", "tokens", "models", "copy / fpk", "lowest", "faster than a copy"], rows
+    )
+
+
+def skewed() -> str:
+    """Layers under Zipf routing by those under balanced routing: the largest quotient over models."""
+    us = {
+        (r["scheme"], int(r["T"]), r["model"], r["routing"]): float(r["us"])
+        for r in rows_of("moe")
+        if r["stage"] == "layer"
+    }
+    groups: dict[tuple[str, int], list[float]] = {}
+    for (scheme, tokens, model, routing), time in us.items():
+        if routing == "zipf" and (scheme, tokens, model, "balanced") in us:
+            groups.setdefault((scheme, tokens), []).append(time / us[scheme, tokens, model, "balanced"])
+    counts = sorted({tokens for _, tokens in groups})
+    rows = [
+        [f"`{scheme}`", *(f"{max(groups[scheme, t]):.2f}" if (scheme, t) in groups else "-" for t in counts)]
+        for scheme in sorted({scheme for scheme, _ in groups})
+    ]
+    return table(["weights:activations", *(f"{t} tokens" for t in counts)], rows)
 
 
 def methods() -> str:
@@ -318,7 +356,8 @@ PARTS = {
     "ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study,
     "caches": caches, "parallel": parallel, "parallel_gpu": lambda: parallel(RESULTS.name), "scaling": scaling,
     "attention": attention, "experts": experts, "methods": methods, "dispatch": dispatch, "online": online,
-    "speed_products": speed_products, "speed_packed": speed_packed, "speed_experts": speed_experts,
+    "moves": moves, "skewed": skewed, "speed_products": speed_products, "speed_packed": speed_packed,
+    "speed_experts": speed_experts,
     "packed_rates": lambda: packed("packed_rates"), "packed": lambda: packed("packed"),
     "packed_support": lambda: packed("packed_support"),
 }  # fmt: skip

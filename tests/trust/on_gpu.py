@@ -77,12 +77,16 @@ def aligned(op: Op) -> Iterator[dict[str, Any]]:
             yield {name: size for name, size in sizes.items() if name in op.domain} | option
 
 
+def kernel_of(op: Op, config: dict[str, Any]) -> str:
+    return config.get("kernel", next(iter(op.kernels)))
+
+
 def of_every_kernel(op: Op) -> Iterator[tuple[dict, dict]]:
     """(case, config): a few cases with their kernels, then one for each kernel of this GPU that they did not meet."""
-    met: set[Any] = set()
+    met: set[str] = set()
     for case in ample(op)[:CASES]:
         for config in configs(op, arguments(op, case)):
-            met.add(op.kernel_of(config))
+            met.add(kernel_of(op, config))
             yield case, config
     for case in itertools.chain(aligned(op), ample(op)[CASES:]):
         try:
@@ -91,11 +95,11 @@ def of_every_kernel(op: Op) -> Iterator[tuple[dict, dict]]:
         except (TypeError, ValueError, NotImplementedError):
             continue  # sizes that this op does not take, or not alone
         device = op._device(bound)
-        if all(k in met for k in op.kernels.values() if k.named and (not k.targets or device.arch in k.targets)):
+        if all(n in met for n, k in op.kernels.items() if k.named and (not k.targets or device.arch in k.targets)):
             return
         for config in op.configs(**bound):
-            if op.kernel_of(config) not in met and op.is_legal(config, bound, device):
-                met.add(op.kernel_of(config))
+            if kernel_of(op, config) not in met and op.is_legal(config, bound, device):
+                met.add(kernel_of(op, config))
                 yield case, config
 
 
@@ -129,8 +133,8 @@ def repeats(op: Op) -> int:
     """Launches, none of which gave other bits than the first, of every kernel with its work split and whole."""
     case = grown(op)
     found = [(case, config) for config in configs(op, arguments(op, case))]
-    met = {op.kernel_of(config) for _, config in found}
-    found += [(case, config) for case, config in of_every_kernel(op) if op.kernel_of(config) not in met]
+    met = {kernel_of(op, config) for _, config in found}
+    found += [(case, config) for case, config in of_every_kernel(op) if kernel_of(op, config) not in met]
     for case, config in found:
         print(f"> {op.name} {config} {case}", flush=True)
         repeat(op, arguments(op, case), config)
