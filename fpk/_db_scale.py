@@ -124,7 +124,7 @@ class Products:
     def __init__(self, rate: float, shapes: Sequence[tuple[float, float, list[float], list[list[Tile]]]]) -> None:
         self.rate = rate
         self._shapes = shapes
-        self._by_m: dict[float, list[tuple[float, float, float, int, list[Tile], bool]]] = {}
+        self._by_m: dict[float, list[tuple[float, float, list[Near]]]] = {}
 
     def near(self, m: float, n: float, k: float, limit: float, count: int) -> list[Near]:
         """The `count` recorded shapes closest to these logarithms, none beyond `limit`.
@@ -135,21 +135,24 @@ class Products:
         if shapes is None:
             shapes = self._around(m)
         found = [
-            (distance, position, tiles, gains)
-            for log_n, log_k, gap, position, tiles, gains in shapes
-            if (distance := abs(log_n - n) + abs(log_k - k) + gap) <= limit
+            (base + gap, position, tiles, gains)
+            for log_n, log_k, around in shapes
+            if (base := abs(log_n - n) + abs(log_k - k)) <= limit
+            for gap, position, tiles, gains in around
+            if base + gap <= limit
         ]
         found.sort()  # positions are unique: tiles are never compared
         return found[:count]
 
-    def _around(self, m: float) -> list[tuple[float, float, float, int, list[Tile], bool]]:
-        shapes: list[tuple[float, float, float, int, list[Tile], bool]] = []
+    def _around(self, m: float) -> list[tuple[float, float, list[Near]]]:
+        shapes, position = [], 0
         for log_n, log_k, ms, tiles in self._shapes:
-            at = bisect_left(ms, m)
+            at, around = bisect_left(ms, m), []
             for i in (at - 1, at, at + 1):
                 if 0 <= i < len(ms) and abs(ms[i] - m) < M_LIMIT:
-                    gains = any(beats(t[-1]) for t in tiles[i])
-                    shapes.append((log_n, log_k, abs(ms[i] - m), len(shapes), tiles[i], gains))
+                    around.append((abs(ms[i] - m), position, tiles[i], any(beats(t[-1]) for t in tiles[i])))
+                    position += 1
+            shapes.append((log_n, log_k, around))
         if len(self._by_m) >= _MS_HELD:
             self._by_m.clear()
         self._by_m[m] = shapes
