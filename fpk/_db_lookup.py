@@ -5,13 +5,13 @@ import hashlib
 import json
 import math
 import operator
-import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fpk._db_gpus import gpu_id, siblings, sm_count_of
 from fpk._db_scale import Products, expected, full_rate, of_tokens, tile, worth
 from fpk._db_sources import MemorySource, Source
 from fpk._db_table import SIZES, Row, Run, parse_runs, parse_table
@@ -33,7 +33,6 @@ _NEAREST = 3  # shapes offered by the level "nearest": the closest may be illega
 _SCALED = 3  # shapes whose rows are scaled and compared
 _OFFERED = 4  # rows of them that are offered
 _MEMO_LIMIT = 16_384
-_GPU_ID = re.compile(r"(?P<vendor>[a-z]+)-(?P<product>.+)-(?P<arch>sm\d+|gfx\w+)-(?P<sm_count>\d+)(-(?P<mig>.+))?")
 
 
 THE_DEFAULT: list[dict[str, Any]] = []
@@ -211,38 +210,6 @@ def _log2(size: int) -> float:
     return math.log2(max(size, 1))
 
 
-@functools.lru_cache(64)
-def gpu_id(device: Device) -> str:
-    return device.id
-
-
-def siblings(gpu: str, others: Iterable[str]) -> list[str]:
-    """GPUs whose rows may serve `gpu`: same vendor and architecture family, nearest SM count first."""
-    mine = _GPU_ID.fullmatch(gpu)
-    if mine is None:
-        return []
-    found = []
-    for other in others:
-        theirs = _GPU_ID.fullmatch(other)
-        if theirs is None or other == gpu or theirs["vendor"] != mine["vendor"] or int(theirs["sm_count"]) < 1:
-            continue
-        if _family(theirs["arch"]) == _family(mine["arch"]):
-            gap = abs(math.log2(int(theirs["sm_count"])) - math.log2(int(mine["sm_count"])))
-            found.append((theirs["arch"] != mine["arch"], gap, other))
-    return [other for *_, other in sorted(found)]
-
-
-def _sm_count(gpu: str) -> int:
-    """Multiprocessors of a GPU by its id; 0 if it is none."""
-    parsed = _GPU_ID.fullmatch(gpu)
-    return int(parsed["sm_count"]) if parsed else 0
-
-
-def _family(arch: str) -> str:
-    """sm100 and sm103 are one, and so are sm120 and sm121; sm80 and sm89 are not (other memories, other limits)."""
-    return arch[:-1] if arch.startswith("sm1") else arch
-
-
 class Tables:
     """A database over sources in falling priority. Reads one op's file when it is first asked for, once."""
 
@@ -263,11 +230,12 @@ class Tables:
             tables = self._present.get((gpu_id(device), op), ())
             if len(tables) == 1:  # the usual case, without the words that `answers` adds
                 configs = tables[0][1].configs(key, device.sm_count, device.shared_limit)
-            if not configs and configs is not THE_DEFAULT:
-                is_far = configs is not None
-                offers = self._of_siblings if is_far else self._offers
+            if configs is THE_DEFAULT:
+                configs = []
+            elif not configs:
+                offers = self._offers if configs is None else self._of_siblings
                 configs = [row.config for _, row, _, _, _ in offers(op, key, device)]
-                if not configs and (is_far or not self._prefers_default(op, key, device)):
+                if not configs and not self._knows_its_like(op, key, device):
                     self._say_missing(op, key, device)
             if len(self._memo) >= _MEMO_LIMIT:
                 self._memo.clear()
@@ -295,11 +263,18 @@ class Tables:
         gpu = gpu_id(device)
         limit, sm_count = device.shared_limit, device.sm_count
         found = [offer for offer in self._of_gpu(op, key, gpu, sm_count) if offer[1].shared_bytes <= limit]
-        return found if found or self._prefers_default(op, key, device) else self._of_siblings(op, key, device)
+        if found or self._gpu_prefers_default(op, key, gpu, sm_count):
+            return found
+        return self._of_siblings(op, key, device)
 
-    def _prefers_default(self, op: str, key: Mapping[str, Any], device: Device) -> bool:
-        tables = self._present.get((gpu_id(device), op), ())
-        return any(table.prefers_default(key, device.sm_count) for _, table in tables)
+    def _knows_its_like(self, op: str, key: Mapping[str, Any], device: Device) -> bool:
+        """Have this GPU's tables, or its siblings', products with these flags, if only far from these sizes?"""
+        gpus = gpu_id(device), *self._siblings.get(gpu_id(device), ())
+        tables = [table for gpu in gpus for _, table in self._present.get((gpu, op), ())]
+        return any(table.configs(key, device.sm_count, 1 << 62) is not None for table in tables)
+
+    def _gpu_prefers_default(self, op: str, key: Mapping[str, Any], gpu: str, sm_count: int) -> bool:
+        return any(table.prefers_default(key, sm_count) for _, table in self._present.get((gpu, op), ()))
 
     def _of_siblings(self, op: str, key: Mapping[str, Any], device: Device) -> list[_Offer]:
         gpu, limit, sm_count = gpu_id(device), device.shared_limit, device.sm_count
@@ -308,12 +283,13 @@ class Tables:
             if self._gpus is None:
                 self._gpus = [source.gpus() for source in self.sources]
             others = self._siblings[gpu] = siblings(gpu, {g for gpus in self._gpus for g in gpus})
-        return [
-            ("sibling", row, other, source, distance)
-            for other in others
-            for _, row, _, source, distance in self._of_gpu(op, key, other, sm_count)
-            if row.shared_bytes <= limit
-        ]
+        found: list[_Offer] = []
+        for other in others:
+            offers = self._of_gpu(op, key, other, sm_count)
+            if not found and not offers and self._gpu_prefers_default(op, key, other, sm_count):
+                break  # the nearest one that knows says so
+            found += [("sibling", row, other, name, d) for _, row, _, name, d in offers if row.shared_bytes <= limit]
+        return found
 
     def _of_gpu(self, op: str, key: Mapping[str, Any], gpu: str, sm_count: int) -> list[_Offer]:
         tables = self._present.get((gpu, op))
@@ -333,9 +309,10 @@ class Tables:
         for _, i, distance, row in scaled:
             if distance or not exact:  # at distance 0 these are the exact rows again
                 offers.append(("nearest", row, gpu, tables[i][0], distance))
-        if scaled or any(table.configs(key, sm_count, 1 << 62) is not None for _, table in tables):
+        if scaled or self._gpu_prefers_default(op, key, gpu, sm_count):
             return offers
-        near = [(d, i, block) for i, (_, table) in enumerate(tables) for d, block in table.nearest(key)]
+        others = [(i, t) for i, (_, t) in enumerate(tables) if t.configs(key, sm_count, 1 << 62) is None]
+        near = [(d, i, block) for i, table in others for d, block in table.nearest(key)]
         if len(tables) > 1:
             near.sort(key=lambda n: n[:2])
         for distance, i, block in near:
@@ -349,7 +326,7 @@ class Tables:
         if at not in self._tables:
             text = self.sources[source].read(gpu, f"{op}.csv")
             try:
-                self._tables[at] = Table(parse_table(text), _sm_count(gpu)) if text else None
+                self._tables[at] = Table(parse_table(text), sm_count_of(gpu)) if text else None
             except ValueError as error:
                 where = f"{self.sources[source].name}/{gpu}/{op}.csv"
                 warnings.warn(f"fpk: ignoring {where}: {error}", RuntimeWarning, stacklevel=2)

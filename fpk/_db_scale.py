@@ -22,10 +22,11 @@ ALONE = 1.3  # waves that a single one counts as where one program leaves a mult
 FULL_RATE = 1.0  # share of the fastest row's elements per microsecond that other shapes reach too
 DOUBT = 0.08  # an estimate from a shape twice as large in one size counts as so much slower
 LEFT_OVER = 1.1  # multiprocessors that a program of a cluster of four takes
-M_LIMIT = 2.0  # rows of a fourth of the tokens, and of four times as many, say nothing
+M_LIMIT = 2.0  # rows of a fourth of the tokens, and of four times as many, say nothing of less than 1024
 BEATS = 1.02  # a row answers for other shapes if the default took so many times as long at its own
 TALL = 4  # tiles of so many times as many rows as there are tokens are passed over
 
+_MANY = 10.0  # logarithm of token counts whose products are bound by arithmetic alone
 _MS_HELD = 64  # token counts whose neighbours are kept at hand
 _OTHER = ("T", "R", "E", "H", "I", "top_k")
 
@@ -65,7 +66,7 @@ def tile(row: Row, sm_count: int) -> Tile | None:
         parts = config.get("CLUSTER", 1)
     split = _count(parts)
     known = split or (type(parts) is int and parts == 0)
-    if not (m and n and k and block_m and block_n and block_k and known and sm_count > 0 and row.us > 0):
+    if not (m and n and k and block_m and block_n and block_k and known and sm_count > 0 and 1e-3 < row.us < 1e9):
         return None
     if any(name in key for name in _OTHER):
         return None
@@ -149,7 +150,7 @@ class Products:
         for log_n, log_k, ms, tiles in self._shapes:
             at, around = bisect_left(ms, m), []
             for i in (at - 1, at, at + 1):
-                if 0 <= i < len(ms) and abs(ms[i] - m) < M_LIMIT:
+                if 0 <= i < len(ms) and (abs(ms[i] - m) < M_LIMIT or min(ms[i], m) >= _MANY):
                     around.append((abs(ms[i] - m), position, tiles[i], any(beats(t[-1]) for t in tiles[i])))
                     position += 1
             shapes.append((log_n, log_k, around))

@@ -177,6 +177,7 @@ def test_database_layer_imports_only_torch_and_the_standard_library():
                     assert name in (
                         "fpk.device",
                         "fpk._parsing",
+                        "fpk._db_gpus",
                         "fpk._db_hash",
                         "fpk._db_lookup",
                         "fpk._db_scale",

@@ -7,6 +7,7 @@ from test_db import H100, H200, ask, product_row, source
 
 from fpk import db
 from fpk._db_scale import _waves, tile
+from fpk.device import Device
 
 
 def test_products_answer_by_work_and_not_by_distance_alone():
@@ -152,3 +153,48 @@ def test_rows_that_cannot_be_scaled_answer_by_distance(field):
     assert [a.row.key["N"] for a in ask(tables, 64, 4096, 4352)] == [4096]
     never = db.Tables(source(product_row(64, 4096, 4096, 0.0)))
     assert [a.level for a in ask(never, 64, 4096, 4352)] == ["nearest"]
+
+
+def test_a_sibling_that_leaves_a_shape_to_the_default_is_the_last_word(recwarn):
+    """No farther sibling is asked, and nobody is told that nothing is recorded."""
+    even = dataclasses.replace(product_row(64, 4096, 4096, 9.0), default_us=9.1)
+    farther = product_row(64, 4096, 4096, 8.0, BLOCK_M=64)
+    texts = {f"{H200.id}/some_op.csv": db.dump_table([even]), f"{H100.id}/some_op.csv": db.dump_table([farther])}
+    sxm = Device("sm90", "NVIDIA H100 80GB HBM3", "nv", 132)
+    tables, key = db.Tables(db.MemorySource(texts)), dict(M=64, N=6144, K=4096, dtype="x")
+    for _ in range(2):
+        assert tables.candidates("some_op", key, sxm) == [] == ask(tables, 64, 6144, 4096, sxm)
+    assert not recwarn.list
+    assert [a.gpu for a in ask(tables, 64, 4096, 4096, sxm)] == [H200.id, H100.id], "the same shape is its own"
+
+
+def test_shapes_far_from_what_is_recorded_are_the_default_s_business(recwarn):
+    """Only where nothing like them is recorded is somebody told. Many tokens are alike, whatever their number."""
+    tables = db.Tables(source(product_row(64, 4096, 4096, 9.0), product_row(4096, 4096, 4096, 99.0)))
+    assert tables.candidates("some_op", dict(M=1, N=4096, K=4096, dtype="x"), H200) == []
+    assert not recwarn.list
+    assert ask(tables, 16384, 4096, 4096)
+    assert tables.candidates("some_op", dict(M=1, N=4096, K=4096, dtype="y"), H200) == []
+    assert len(recwarn.list) == 1
+
+
+def test_a_table_that_is_far_does_not_silence_another():
+    plain = product_row(64, 4096, 4096, 9.0)
+    unscaled = dataclasses.replace(plain, config={n: v for n, v in plain.config.items() if n != "BLOCK_N"})
+    far = source(product_row(64, 65536, 65536, 900.0), name="packaged")
+    assert [a.level for a in ask(db.Tables(source(unscaled), far), 64, 4096, 4352)] == ["nearest"]
+
+
+def test_what_a_caller_does_to_an_answer_stays_with_its_key():
+    even = dataclasses.replace(product_row(64, 4096, 4096, 9.0), default_us=9.1)
+    tables = db.Tables(source(even))
+    tables.answers("some_op", dict(M=64, N=4096, K=4096, dtype="x"), H200)  # so that the table is at hand
+    tables.candidates("some_op", dict(M=64, N=6144, K=4096, dtype="x"), H200).append({"BLOCK_M": 999})
+    assert db.Tables(source(even)).candidates("some_op", dict(M=64, N=5120, K=4096, dtype="x"), H200) == []
+    assert tables.candidates("some_op", dict(M=64, N=5120, K=4096, dtype="x"), H200) == []
+
+
+@pytest.mark.parametrize("us", [5e-324, 1e300, float("inf")])
+def test_times_that_no_clock_showed_scale_nothing(us):
+    tables = db.Tables(source(product_row(64, 4096, 4096, us), product_row(64, 8192, 4096, 9.0)))
+    assert isinstance(ask(tables, 64, 4096, 4352), list)

@@ -122,7 +122,8 @@ def lint_config(
         return
     gluon = getattr(op.kernel_of(row.config).fn, "is_gluon", None)
     launch = {"num_warps"} if gluon and gluon() else {"num_warps", "num_stages"}  # Gluon kernels pipeline by hand
-    named = [c for c in op.configs(**bound) if c.get("kernel") == row.config.get("kernel")]
+    with pretend(device), pretend_triton(triton) if triton else contextlib.nullcontext():
+        named = [c for c in op.configs(**bound) if c.get("kernel") == row.config.get("kernel")]
     missing = launch.intersection(*named) - row.config.keys()  # nor do kernels whose candidates do not name it
     if sum(kernel.named for kernel in op.kernels.values()) > 1 and "kernel" not in row.config:
         missing.add("kernel")

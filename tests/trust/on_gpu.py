@@ -101,6 +101,7 @@ def of_every_kernel(op: Op) -> Iterator[tuple[dict, dict]]:
             if kernel_of(op, config) not in met and op.is_legal(config, bound, device):
                 met.add(kernel_of(op, config))
                 yield case, config
+    print(f"not run here: {op.name} {sorted(op.kernels.keys() - met)}", flush=True)
 
 
 def launches(op: Op, compare: bool) -> int:
