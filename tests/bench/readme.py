@@ -187,52 +187,6 @@ def experts() -> str:
     return table(header, rows)
 
 
-def moves() -> str:
-    """Steps between products, beside a device copy of as many bytes, or what was faster: geometric mean and lowest over models."""
-    copy = "device copy of as many bytes"
-    groups: dict[tuple[str, str, int], list[dict[str, str]]] = {}
-    for r in rows_of("moe"):
-        if r["stage"] in ("quantize", "permute", "activation", "unpermute") and int(r["T"]) >= 1024 and r["other"]:
-            groups.setdefault((r["stage"], r["scheme"], int(r["T"])), []).append(r)
-    rows = []
-    for (stage, scheme, tokens), found in sorted(groups.items()):
-        ratios = [float(r["ratio"]) for r in found]
-        others = ", ".join(sorted({r["other"] for r in found} - {copy}))
-        mean, lowest = f"{geomean(ratios):.2f}", f"{min(ratios):.2f}"
-        rows.append([stage, f"`{scheme}`", str(tokens), str(len(found)), mean, lowest, others or "-"])
-    return table(
-        [
-            "step",
-            "weights:activations",
-            "tokens",
-            "models",
-            "copy, or that / fpk",
-            "lowest",
-            "faster than the copy at some model",
-        ],
-        rows,
-    )
-
-
-def skewed() -> str:
-    """Layers under Zipf routing by those under balanced routing: the largest quotient over models."""
-    us = {
-        (r["scheme"], int(r["T"]), r["model"], r["routing"]): float(r["us"])
-        for r in rows_of("moe")
-        if r["stage"] == "layer"
-    }
-    groups: dict[tuple[str, int], list[float]] = {}
-    for (scheme, tokens, model, routing), time in us.items():
-        if routing == "zipf" and (scheme, tokens, model, "balanced") in us:
-            groups.setdefault((scheme, tokens), []).append(time / us[scheme, tokens, model, "balanced"])
-    counts = sorted({tokens for _, tokens in groups})
-    rows = [
-        [f"`{scheme}`", *(f"{max(groups[scheme, t]):.2f}" if (scheme, t) in groups else "-" for t in counts)]
-        for scheme in sorted({scheme for scheme, _ in groups})
-    ]
-    return table(["weights:activations", *(f"{t} tokens" for t in counts)], rows)
-
-
 def methods() -> str:
     found = rows_of("methods")
     marks = [n for n in found[0] if n not in ("method", "scheme")]
@@ -248,6 +202,13 @@ def methods() -> str:
 def packed(part: str) -> str:
     sys.path.insert(0, str(Path(__file__).parent))
     from packed import PARTS
+
+    return PARTS[part]()
+
+
+def steps(part: str) -> str:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from steps import PARTS
 
     return PARTS[part]()
 
@@ -365,7 +326,8 @@ PARTS = {
     "ops": ops, "quantizers": quantizers, "products": products, "provenance": provenance, "study": study,
     "caches": caches, "parallel": parallel, "parallel_gpu": lambda: parallel(RESULTS.name), "scaling": scaling,
     "attention": attention, "experts": experts, "methods": methods, "dispatch": dispatch, "online": online,
-    "moves": moves, "skewed": skewed, "speed_products": speed_products, "speed_packed": speed_packed,
+    "moves": lambda: steps("moves"), "skewed": lambda: steps("skewed"),
+    "speed_products": speed_products, "speed_packed": speed_packed,
     "speed_experts": speed_experts,
     "packed_rates": lambda: packed("packed_rates"), "packed": lambda: packed("packed"),
     "packed_support": lambda: packed("packed_support"),
