@@ -111,7 +111,8 @@ def test_a_cold_lookup_of_a_product_is_cheap():
     with pretend(H200), db.use(tables):
         bounds = [outline(op, dict(M=m, N=n, K=k)) for m in (24, 300) for n in (3072, 5120) for k in (2304, 3584, 6144)]
         configs = [op._choose(bound) for bound in bounds]
-        assert all(tables.candidates("scaled_mm", op.key(**bound), H200) for bound in bounds)
+        answered = [bool(tables.candidates("scaled_mm", op.key(**bound), H200)) for bound in bounds]
+        assert any(answered) and not all(answered), "rows answer some of them, the default others"
 
         def cold():
             tables._memo.clear()

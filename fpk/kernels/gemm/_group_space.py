@@ -3,9 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from triton import cdiv
-
 from fpk.db import Config
+from fpk.kernels._tile import cdiv
 from fpk.kernels.gemm._warps_space import estimate, narrow_space, split_for, turns, turns_space, warps, warps_space
 
 

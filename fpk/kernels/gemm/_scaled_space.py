@@ -3,9 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from triton import cdiv
-
 from fpk.db import Config
+from fpk.kernels._tile import cdiv
 from fpk.kernels.gemm._shares import shares_default, shares_space
 from fpk.kernels.gemm._warps_space import cheapest, narrow, narrow_space, split_for, warps, warps_space
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from triton import cdiv
 
 from fpk.db import Config
 from fpk.device import Device
+from fpk.kernels._tile import cdiv
 from fpk.kernels.gemm._cluster import available
 from fpk.kernels.gemm._gluon import TYPES, descriptor
 from fpk.kernels.gemm._gluon_shares import shares_kernel

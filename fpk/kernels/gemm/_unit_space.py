@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from triton import cdiv
-
 from fpk.db import Config
+from fpk.kernels._tile import cdiv
 from fpk.kernels.pack._shuffle import COLUMNS, ROWS
 
 # tokens, rows of units, units along K, stages, programs an SM (negative: of whole tiles, else of even shares of the

@@ -3,9 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from triton import cdiv
-
 from fpk.db import Config
+from fpk.kernels._tile import cdiv
 
 
 def warps(m: int, n: int, stages: int, group: int = 8, split: int = 1, swap: bool = False, k: int = 128) -> Config:

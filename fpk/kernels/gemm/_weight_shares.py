@@ -7,11 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import cdiv
 
 from fpk.db import Config
 from fpk.device import Device, triton_is
-from fpk.kernels._tile import after_previous
+from fpk.kernels._tile import after_previous, cdiv
 from fpk.kernels.gemm._gluon import AVAILABLE, TYPES, descriptor
 from fpk.kernels.gemm._gluon_weight_shares import weight_shares_kernel
 from fpk.kernels.gemm._launch import ahead, dependent

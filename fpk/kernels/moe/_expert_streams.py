@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from triton import cdiv
 
 from fpk.db import Config
 from fpk.device import Device, of
 from fpk.formats import FP8
-from fpk.kernels._tile import early_start
+from fpk.kernels._tile import cdiv, early_start
 from fpk.kernels.gemm._cluster import available
 from fpk.kernels.gemm._gluon import TYPES, descriptor
 from fpk.kernels.moe._gluon_expert_streams import expert_streams_kernel
